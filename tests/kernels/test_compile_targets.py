@@ -30,7 +30,7 @@ LEFT_OUT = {"sm_80": "--fewer", "sm_90": "--fewest", "sm_100": "--once", "gfx942
 # Bytes of spill stores a program may have. dK/dV at head dim 128 spills a little in its fastest known form.
 MOST_SPILLED = 512
 # Slow but exact: dK/dV at head dim 256 accumulates in half of the registers; tiles whose rows are not 16-byte aligned are loaded element by
-# element; ptxas spills all of these.
+# element; ptxas spills all of these. Float32 at head dim 256 spills in its fastest known forms.
 # Rows of 49 keys are such rows too, in the forward pass. The kernels for dK and dV on Hopper spill the strides of their results, and a few
 # addresses that a tile needs; the forms that spilled less were slower (docs/history.md). That for dQ and a shared dBias spills in tiles at
 # a window's edge, that with the bias on chip between tiles and where it loads the bias.
@@ -62,6 +62,7 @@ SPILLED_IN = {
     "shared-bias-of-many-d128": 1024,
     "windows-of-49-mask-d32": 2048,
     "dense-bias-d256": 1024,
+    "fp32-d256": 2816,
     "decoding-fp32-d256": 768,
     "odd-lengths-d20": 1024,
 }

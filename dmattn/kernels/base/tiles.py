@@ -83,15 +83,15 @@ _WIDEST_DEFAULT = dict.fromkeys(("forward", "queries of d_bias", "split keys"), 
     "queries": Tile(16, 16, 4, 1),
     "bias": Tile(16, 32, 8, 1),
 }
-# float32 inputs, with products of parts. Head dims 64 and 128 of "forward", "keys" and "queries" by time: NVIDIA H200, 2026-11-24, B = 2,
-# H = 16, S = 2048. The others are those that spill least, untimed, as all are on other GPUs, where they fit 99 KiB. A wide head is in pieces
-# of as many dims as a tile's last number.
+# float32 inputs, with products of parts. NVIDIA H200, 2026-11-28, on problems without a bias, with one of pairs and with documents: a second
+# stage costs up to head dim 64 (docs/history.md). On other GPUs they are those that spill least, untimed, and fit 99 KiB. A wide head is in
+# pieces of as many dims as a tile's last number.
 _FLOATS = {
     "sm_90": {
-        "forward": ((32, Tile(64, 64, 4, 2)), (64, Tile(128, 64, 8, 2)), (128, Tile(128, 64, 8, 1, 64)), (256, Tile(32, 32, 8, 1, 64))),
-        "keys": ((32, Tile(32, 64, 4, 2)), (64, Tile(32, 64, 4, 1)), (128, Tile(32, 64, 4, 1, 64)), (256, Tile(32, 64, 8, 1, 64))),
-        "queries": ((32, Tile(64, 64, 4, 2)), (64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 1, 64)), (256, Tile(16, 32, 8, 1, 64))),
-        "bias": ((32, Tile(64, 64, 4, 2)), (64, Tile(64, 32, 4, 2)), (128, Tile(128, 32, 8, 2, 32)), (256, Tile(16, 32, 8, 1, 64))),
+        "forward": ((64, Tile(64, 64, 4, 1)), (256, Tile(128, 64, 8, 1, 64))),
+        "keys": ((64, Tile(64, 64, 4, 1)), (256, Tile(32, 64, 4, 1, 64))),
+        "queries": ((32, Tile(64, 32, 4, 1)), (64, Tile(64, 64, 4, 1)), (128, Tile(128, 64, 8, 1, 64)), (256, Tile(64, 32, 4, 1, 64))),
+        "bias": ((64, Tile(64, 64, 4, 1)), (128, Tile(64, 32, 4, 2, 32)), (256, Tile(128, 32, 8, 1, 64))),
     },
 }
 _FLOATS_DEFAULT = {
