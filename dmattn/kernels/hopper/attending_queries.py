@@ -45,11 +45,12 @@ def attending_of(rules, bounds, seq, col):
 
 
 @gluon.jit
-def is_dead(rules, bounds, seq, groups, col):
-    """Whether no query of any head attends a block of keys."""
+def is_dead(rules, bounds, work):
+    """Whether no query of any head attends a program's block of keys."""
+    seq = work.seq
     live = False
-    for head in range(seq.head, seq.head + groups):
-        attending = attending_of(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), col)
+    for head in range(seq.head, seq.head + work.heads):
+        attending = attending_of(rules, bounds, Sequence(seq.batch, head, seq.len_q, seq.len_k), work.col)
         live = live | (attending.begin < attending.end)
     return not live
 

@@ -23,15 +23,18 @@ def tiled_columns(columns: Tensor | None, rows: int) -> TensorDescriptor | None:
 
 
 @gluon.jit
-def allocate_columns(ROWS: gl.constexpr):
-    """A tile of columns in shared memory."""
-    return gl.allocate_shared_memory(gl.bfloat16, [ROWS, COLUMNS], _STORED)
+def allocate_columns(ROWS: gl.constexpr, COUNT: gl.constexpr):
+    """So many tiles of columns in shared memory."""
+    tiles = ()
+    for _ in gl.static_range(COUNT):
+        tiles += (gl.allocate_shared_memory(gl.bfloat16, [ROWS, COLUMNS], _STORED),)
+    return tiles
 
 
 @gluon.jit
 def ones_for_columns(ROWS: gl.constexpr, FIRST: gl.constexpr = 0):
     """The other factor of three columns from the FIRST on: ones in these columns of ROWS, and else 0. A fence has to follow."""
-    tile = allocate_columns(ROWS)
+    tile = allocate_columns(ROWS, 1)[0]
     columns = gl.full([ROWS, 1], 0, gl.int32, _REGISTERS) + gl.arange(0, COLUMNS, gl.SliceLayout(0, _REGISTERS))[None, :]
     tile.store(gl.where((columns >= FIRST) & (columns < FIRST + 3), 1.0, 0.0).to(gl.bfloat16))
     return tile

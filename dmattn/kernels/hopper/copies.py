@@ -121,6 +121,12 @@ def tiled(x: Any, rows: int, cols: int) -> TensorDescriptor | None:
     return TensorDescriptor(x, list(x.shape), strides, [1, 1, rows, cols], _LAYOUT if cols >= PANEL.value else _NARROW_LAYOUT)
 
 
+@gluon.constexpr_function
+def is_descriptor(kind):
+    """Whether an argument of this type is a tensor descriptor, not Strided."""
+    return not isinstance(kind, gl.tuple_type)
+
+
 def tiled_mask(mask: Any, rows: int, cols: int) -> TensorDescriptor | None:
     """A bool mask of pairs, as `tiled`, in bytes."""
     if mask is None:

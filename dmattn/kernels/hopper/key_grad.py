@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...problem import Problem
 from ..base.device import processors
@@ -32,7 +32,6 @@ from .addressing import copyable
 from .backward_sizes import key_sizes
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
 from .copies import (
-    PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_pairs,
@@ -41,9 +40,9 @@ from .copies import (
     consumer_registers,
     copied_dims,
     copy_tile,
+    is_descriptor,
     launch_registers,
     pieces,
-    place_of_keys,
     place_of_queries,
     product_layout,
     stage_of,
@@ -52,6 +51,7 @@ from .copies import (
     whole_of,
 )
 from .distances import with_spread_table
+from .key_results import store_gradients
 from .key_tile import (
     BLOCK_N,
     PROBABILITIES,
@@ -64,7 +64,9 @@ from .key_tile import (
     Sources,
     Sums,
     Tiles,
+    Work,
     add_tile,
+    copy_keys,
     copy_pairs,
     no_lane_sums,
     no_sums,
@@ -73,7 +75,7 @@ from .key_tile import (
     uniform_bias_of,
 )
 from .key_walk import add_range
-from .registers import store_tile, sums_of_lanes
+from .registers import sums_of_lanes
 from .term_tiles import allocate_terms, are_columns, copy_terms, tiled_terms
 
 REGISTERS_WITH_ONES = gl.constexpr(200)  # of a consumer that has room for the ones that term columns meet
@@ -91,7 +93,6 @@ class Config(NamedTuple):
     BLOCKS: Any  # of BLOCK_N keys of a program: one for each consumer, or for both
     STAGES: Any  # tiles of queries, dO and bias in shared memory
     EVEN_N: Any  # no program has keys past the end
-    COPIES_D_BIAS: Any  # dBias is stored by the copy engine
     BY_GROUP: Any  # sums over queries are summed over the heads of a group too
 
 
@@ -115,7 +116,6 @@ def key_gradients(
     packed = packed_blocks(problem, blocks * block_n, by_key=True)
     lists = query_lists(problem, block_m, blocks * block_n, packed)
     bias = copyable("bias", problem.pair_bias)
-    copies_d_bias = copyable("d_bias", d_bias) is not None
     if d_bias is not None and (lists is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, and what lies beyond the lengths of packed sequences
     programs, places = fill_of(problem, d_bias)
@@ -129,15 +129,13 @@ def key_gradients(
         bias=tiled(bias, block_m, block_n),
         mask=tiled_mask(copyable("mask", problem.pair_mask), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
-        d_bias=tiled(d_bias, block_m, block_n) if copies_d_bias else strided(d_bias, heads),
+        d_bias=tiled(d_bias, block_m, block_n) if copyable("d_bias", d_bias) is not None else strided(d_bias, heads),
         rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
         terms=tiled_terms(incoming, block_m),
         d_k=strided(parts.d_key, heads),
         d_v=strided(parts.d_value, heads),
         key_sums=strided(vectors_of(parts.key_sums), heads),
-        extents=Extents(heads, heads // kv_heads, len_q, len_k),
-        dealt=parts.dealt,
-        wave=wave_of(problem, programs * parts.count, places, parts.count),
+        extents=Extents(heads, heads // kv_heads, len_q, len_k, parts.dealt, wave_of(problem, programs * parts.count, places, parts.count)),
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
@@ -146,7 +144,6 @@ def key_gradients(
         BLOCK_M=block_m,
         STAGES=stages,
         EVEN_N=problem.ends_q is None and len_k % (blocks * block_n) == 0,
-        COPIES_D_BIAS=copies_d_bias,
         BY_GROUP=parts.by_group,
         REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
@@ -171,49 +168,43 @@ def blocks_of(consumers, dim, dim_v):
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, extents, dealt, wave,
+    q, k, v, bias, mask, d_out, d_bias, rules, terms, d_k, d_v, key_sums, extents,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
-    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr, COPIES_D_BIAS: gl.constexpr, BY_GROUP: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    BLOCK_M: gl.constexpr, STAGES: gl.constexpr, EVEN_N: gl.constexpr, BY_GROUP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: `blocks_of` BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries,
-    or those that are `dealt` to it.
+    or those that are dealt to it.
 
-    q, k, v, d_out, bias and mask (of pairs), terms (`tiled_terms`) and, if COPIES_D_BIAS, d_bias are tensor descriptors; any other bias or mask
-    is read from rules. `extents` are :class:`key_tile.Extents`.
+    q, k, v, d_out, bias and mask (of pairs), terms (`tiled_terms`) and d_bias are tensor descriptors, but d_bias is Strided where the copy
+    engine cannot address it; any other bias or mask is read from rules. `extents` are :class:`key_tile.Extents`.
     """
     follow()
     BLOCKS: gl.constexpr = blocks_of(CONSUMERS, DIM, DIM_V)
-    block, number, batch = place_keys(rules, extents.len_k, numbers_of(extents.heads, extents.group, dealt), BLOCKS * BLOCK_N, wave)
-    kv_head, head, groups = part_of_group(number, extents.group, dealt)
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, BLOCKS, STAGES, EVEN_N, BY_GROUP)
+    numbers = numbers_of(extents.heads, extents.group, extents.dealt)
+    block, number, batch = place_keys(rules, extents.len_k, numbers, BLOCKS * BLOCK_N, extents.wave)
+    kv_head, head, heads = part_of_group(number, extents.group, extents.dealt)
     seq = sequence(rules.ends, batch, head, extents.len_q, extents.len_k)
-    col = block * (BLOCKS * BLOCK_N)
-    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, BLOCKS, STAGES, EVEN_N, COPIES_D_BIAS, BY_GROUP)
-    k_tiles = allocate_tiles(k, BLOCKS, BLOCK_N, DIM)
-    v_tiles = allocate_tiles(v, BLOCKS, BLOCK_N, DIM_V)
-    q_tiles = allocate_tiles(q, STAGES, BLOCK_M, DIM)
-    d_out_tiles = allocate_tiles(d_out, STAGES, BLOCK_M, DIM_V)
-    terms_tiles = allocate_terms(terms, STAGES, BLOCK_M)
-    bias_tiles = None if bias is None else allocate_tiles(bias, STAGES * BLOCKS, BLOCK_M, BLOCK_N)
-    mask_tiles = None if mask is None else allocate_tiles(mask, STAGES * BLOCKS, BLOCK_M, BLOCK_N)
-    d_bias_tiles = None
-    if d_bias is not None:
-        if COPIES_D_BIAS:
-            d_bias_tiles = allocate_tiles(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
-        else:
-            d_bias_tiles = allocate_pairs(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
-    p_tile, p_barriers = None, None
-    if BLOCKS < CONSUMERS:
-        p_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES)
-        p_barriers = allocate_barriers(2, 1)
-    bias_columns, key_ones = (None, None, None), None
-    if rules.bias_by_key is not None:
-        bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))
-        key_ones = ones_for_columns(BLOCK_M)
-    score_ones, d_p_ones = None, None
-    if are_columns(terms.dtype) and REGISTERS < REGISTERS_WITH_ONES:  # else there are registers for these ones
-        score_ones = ones_for_columns(BLOCK_N)
-        d_p_ones = ones_for_columns(BLOCK_N, FIRST=3)
+    work = Work(seq, heads, extents.dealt, block * (BLOCKS * BLOCK_N))
+    tiles = Tiles(  # made in place, as the next: up to Triton 3.6 a helper cannot return a None
+        k=allocate_tiles(k, BLOCKS, BLOCK_N, DIM),
+        v=allocate_tiles(v, BLOCKS, BLOCK_N, DIM_V),
+        q=allocate_tiles(q, STAGES, BLOCK_M, DIM),
+        d_out=allocate_tiles(d_out, STAGES, BLOCK_M, DIM_V),
+        terms=allocate_terms(terms, STAGES, BLOCK_M),
+        bias=None if bias is None else allocate_tiles(bias, STAGES * BLOCKS, BLOCK_M, BLOCK_N),
+        mask=None if mask is None else allocate_tiles(mask, STAGES * BLOCKS, BLOCK_M, BLOCK_N),
+        d_bias=None if d_bias is None else _allocate_d_bias(d_bias, BLOCKS, BLOCK_M),
+        p=None if BLOCKS == CONSUMERS else gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES),
+        bias_columns=None if rules.bias_by_key is None else allocate_columns(BLOCK_N, 3),
+    )
+    p_barriers = None if BLOCKS == CONSUMERS else allocate_barriers(2, 1)
+    COLUMNS: gl.constexpr = are_columns(terms.dtype) and REGISTERS < REGISTERS_WITH_ONES  # else there are registers for their ones
+    ones = Ones(
+        keys=None if rules.bias_by_key is None else ones_for_columns(BLOCK_M),
+        scores=ones_for_columns(BLOCK_N) if COLUMNS else None,
+        d_p=ones_for_columns(BLOCK_N, FIRST=3) if COLUMNS else None,
+    )
     barriers = Barriers(
         kv_full=allocate_barriers(1, 1),
         q_full=allocate_barriers(STAGES, 1),
@@ -222,20 +213,13 @@ def _key_gradients_kernel(
         p=p_barriers,
     )
     fence_async_shared()
-    kv_full = barriers.kv_full.index(0)
-    mbarrier.expect(kv_full, BLOCKS * 2 * BLOCK_N * (copied_dims(DIM) + copied_dims(DIM_V)))
-    entry, first = place_of_keys(seq, col)
-    for i in gl.static_range(BLOCKS):
-        copy_tile(k, entry, kv_head, first + i * BLOCK_N, kv_full, k_tiles, i, DIM)
-        copy_tile(v, entry, kv_head, first + i * BLOCK_N, kv_full, v_tiles, i, DIM_V)
+    copy_keys(k, v, work, kv_head, barriers.kv_full.index(0), tiles, config, BLOCKS)
     sources = Sources(q, terms, d_out, bias=bias, mask=mask)
-    tiles = Tiles(k_tiles, v_tiles, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias_tiles, mask_tiles, d_bias_tiles, p_tile)
-    ones = Ones(key_ones, score_ones, d_p_ones)
     gl.warp_specialize(
         [  # up to Triton 3.6, d_k and d_v would be stored by two bytes if they arrived inside a tuple
-            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, dealt, col, which, config))
+            (_consume, (tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, work, which, config))
             if which < CONSUMERS
-            else (_produce, (sources, tiles, barriers, rules, seq, groups, col, config))
+            else (_produce, (sources, tiles, barriers, rules, work, config))
             for which in (0, 1, 2, 3)[: CONSUMERS + 1]
         ],
         [4] * (CONSUMERS - 1) + [1],
@@ -244,7 +228,16 @@ def _key_gradients_kernel(
 
 
 @gluon.jit
-def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.constexpr):
+def _allocate_d_bias(d_bias, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Tiles by way of which dBias is stored, one for each block of keys."""
+    if is_descriptor(d_bias.type):
+        return allocate_tiles(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
+    else:
+        return allocate_pairs(d_bias, BLOCKS, BLOCK_M, BLOCK_N)
+
+
+@gluon.jit
+def _produce(sources, tiles, barriers, rules, work, config: gl.constexpr):
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
     BLOCK_M: gl.constexpr = config.BLOCK_M
     BLOCKS: gl.constexpr = config.BLOCKS
@@ -252,9 +245,10 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * sources.bias.block_type.nbytes
     Q_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM) + sources.terms.block_type.nbytes + BIAS_BYTES
     D_OUT_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM_V)
+    col = work.col
     step = 0
-    for head in range(seq.head, seq.head + groups):
-        this = under_head(seq, head)
+    for head in range(work.seq.head, work.seq.head + work.heads):
+        this = under_head(work.seq, head)
         begin, end, full_end = query_range(rules, this, Span(col, 0, None), BLOCK_M, BLOCKS * BLOCK_N)
         for position in range(begin, full_end, BLOCK_M):
             start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
@@ -279,9 +273,7 @@ def _produce(sources, tiles, barriers, rules, seq, groups, col, config: gl.const
 
 
 @gluon.jit
-def _consume(
-    tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, seq, groups, dealt, col, which: gl.constexpr, config: gl.constexpr
-):  # fmt: skip
+def _consume(tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, work, which: gl.constexpr, config: gl.constexpr):
     """The gradients of BLOCK_N of the program's keys, in place `which`; of one block for two the first makes dV, the second all else."""
     BLOCK_M: gl.constexpr = config.BLOCK_M
     BLOCKS: gl.constexpr = config.BLOCKS
@@ -293,19 +285,19 @@ def _consume(
         d_v = None
     if not OF_D_SCORES:
         d_k, key_sums, d_bias = None, None, None
-    results = Results(d_k, d_v, key_sums, d_bias, by_pointers=None if config.COPIES_D_BIAS else 1)
-    owner = Span(col, 0, None)
-    col += own * BLOCK_N
+    results = Results(d_k, d_v, key_sums, d_bias)
+    owner, col = Span(work.col, 0, None), work.col + own * BLOCK_N
     k_pieces, v_pieces = pieces(tiles.k, own, config.DIM), pieces(tiles.v, own, config.DIM_V)
     if ones.scores is None and are_columns(tiles.terms.dtype):
         FACTOR: gl.constexpr = gl.DotOperandLayout(0, product_layout(config.BLOCK_M), 2)
         ones = Ones(ones.keys, ones_in_registers(BLOCK_N, 0, FACTOR), ones_in_registers(BLOCK_N, 3, FACTOR))
-    context = Context(k_pieces, v_pieces, tiles.bias_columns[own], ones, tiles, barriers, rules, results, col, own)
+    bias_columns = None if tiles.bias_columns is None else tiles.bias_columns[own]
+    context = Context(k_pieces, v_pieces, bias_columns, ones, tiles, barriers, rules, results, col, own)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     sums = no_sums(config.DIM, config.DIM_V, config.BLOCK_M, OF_KEYS=OF_D_SCORES, OF_VALUES=OF_SCORES)
     step = 0
-    for head in range(seq.head, seq.head + groups):
-        this = under_head(seq, head)
+    for head in range(work.seq.head, work.seq.head + work.heads):
+        this = under_head(work.seq, head)
         if not config.BY_GROUP:
             sums = Sums(sums.dk, sums.dv, no_lane_sums(BLOCK_M))
         keys = Keys(uniform_bias_of(rules, this))
@@ -323,32 +315,18 @@ def _consume(
                 start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
                 sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, config, EDGE=False)
                 step += 1
-        if d_bias is not None and rules.lists is None and rules.ends is None:
+        if results.d_bias is not None and rules.lists is None and rules.ends is None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M))
             for start in range(0, begin, BLOCK_M):
                 store_d_bias(context, this, start, zeros)
-            for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, seq.len_q, BLOCK_M):
+            for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, work.seq.len_q, BLOCK_M):
                 store_d_bias(context, this, start, zeros)
-        if key_sums is not None and not config.BY_GROUP:
-            _store_sums(key_sums, this, col, sums_of_lanes(sums.lanes, product_layout(config.BLOCK_M)))
-    _store_results(results, sums, rules, seq, dealt, col, config)
-
-
-@gluon.jit
-def _store_results(results, sums, rules, seq, dealt, col, config: gl.constexpr):
-    """Write the sums of all heads of the group, or of the part of it."""
+        if results.key_sums is not None and not config.BY_GROUP:
+            _store_sums(results.key_sums, this, col, sums_of_lanes(sums.lanes, product_layout(BLOCK_M)))
     if results.key_sums is not None and config.BY_GROUP:
-        _store_sums(results.key_sums, under_part(results.key_sums, seq, dealt), col, sums_of_lanes(sums.lanes, product_layout(config.BLOCK_M)))
-    if results.d_bias is not None and config.COPIES_D_BIAS:
-        tma.store_wait(0)
-    if results.d_k is not None:
-        of_keys = under_part(results.d_k, seq, dealt)
-        for i in gl.static_range(len(sums.dk)):
-            store_tile(results.d_k, of_keys, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
-    if results.d_v is not None:
-        of_values = under_part(results.d_v, seq, dealt)
-        for i in gl.static_range(len(sums.dv)):
-            store_tile(results.d_v, of_values, col, seq.len_k, sums.dv[i], config.VALUE_DIM, FIRST=i * PANEL)
+        place = under_part(results.key_sums, work.seq, work.dealt)
+        _store_sums(results.key_sums, place, col, sums_of_lanes(sums.lanes, product_layout(BLOCK_M)))
+    store_gradients(results, None, sums, rules, work, col, config)
 
 
 @gluon.jit

@@ -33,7 +33,6 @@ from .attending_queries import BLOCK_M, PAIRS, attending_of, describe_block, is_
 from .backward_sizes import interval_key_sizes
 from .bias_columns import allocate_columns, ones_for_columns
 from .copies import (
-    PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_tiles,
@@ -50,6 +49,7 @@ from .copies import (
     whole_of,
 )
 from .distances import with_spread_table
+from .key_results import store_gradients
 from .key_tile import (
     BLOCK_N,
     PROBABILITIES,
@@ -61,7 +61,9 @@ from .key_tile import (
     Sources,
     Sums,
     Tiles,
+    Work,
     add_tile,
+    copy_keys,
     copy_pairs,
     no_lane_sums,
     no_sums,
@@ -80,7 +82,8 @@ class Config(NamedTuple):
     DIM_V: Any
     CONSUMERS: Any
     STAGES: Any  # tiles of queries, dO and bias in shared memory
-    SPLIT: Any  # each of two consumers makes some sums of every tile, or else all sums of its own tiles
+    SPLIT: Any  # each of two consumers makes some sums of every tile
+    IN_TURNS: Any  # each of two consumers makes all sums of every second tile
     ALIKE: Any  # the heads of a group have the same intervals and bias of keys
     BY_GROUP: Any  # sums over queries are summed over the heads of a group too
 
@@ -130,8 +133,7 @@ def key_gradients(
         d_v=strided(parts.d_value, heads),
         key_sums=strided(vectors_of(parts.key_sums), heads),
         order=strided(order, heads),
-        extents=Extents(heads, heads // kv_heads, len_q, len_k),
-        dealt=parts.dealt,
+        extents=Extents(heads, heads // kv_heads, len_q, len_k, parts.dealt),
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         DIM=dim,
@@ -156,80 +158,67 @@ def fill_of(problem: Problem, d_bias: Tensor | None) -> tuple[int, int]:
 
 @gluon.jit
 def _key_gradients_kernel(
-    q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, extents, dealt,
+    q, k, v, bias, d_out, d_bias, rules, bounds, terms, d_k, d_v, key_sums, order, extents,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, ALIKE: gl.constexpr, BY_GROUP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries, or those
-    that are `dealt` to it.
+    that are dealt to it.
 
     q, k, v, d_out, bias (of pairs), d_bias and terms (`tiled_terms`) are tensor descriptors; any other bias is read from rules. What is
     stored for each key is stored where `order` says, if there is one. `extents` are :class:`key_tile.Extents`. ALIKE: the heads of a group
     have the same intervals and bias of keys.
     """
     follow()
-    block, number, batch = place_keys(rules, extents.len_k, numbers_of(extents.heads, extents.group, dealt), BLOCK_N)
-    kv_head, head, groups = part_of_group(number, extents.group, dealt)
-    col = block * BLOCK_N
-    seq = Sequence(batch, head, extents.len_q, extents.len_k)
     SPLIT: gl.constexpr = max(DIM, DIM_V) > 128
-    if order is not None:
-        order = _slice(order, seq)
     IN_TURNS: gl.constexpr = CONSUMERS == 2 and not SPLIT
-    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, STAGES, SPLIT, ALIKE, BY_GROUP)
-    k_tile = allocate_tiles(k, 1, BLOCK_N, DIM)
-    v_tile = allocate_tiles(v, 1, BLOCK_N, DIM_V)
-    q_tiles = allocate_tiles(q, STAGES, BLOCK_M, DIM)
-    d_out_tiles = allocate_tiles(d_out, STAGES, BLOCK_M, DIM_V)
-    terms_tiles = allocate_terms(terms, STAGES, BLOCK_M)
-    bias_tiles = None if bias is None else allocate_tiles(bias, STAGES, BLOCK_M, BLOCK_N)
-    d_bias_tiles = None if d_bias is None else allocate_tiles(d_bias, 1 if SPLIT else CONSUMERS, BLOCK_M, BLOCK_N)
-    if is_dead(rules, bounds, seq, groups, col):
-        _store_zeros(d_k, d_v, key_sums, order, seq, groups, dealt, col, config)
+    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, STAGES, SPLIT, IN_TURNS, ALIKE, BY_GROUP)
+    numbers = numbers_of(extents.heads, extents.group, extents.dealt)
+    block, number, batch = place_keys(rules, extents.len_k, numbers, BLOCK_N)
+    kv_head, head, heads = part_of_group(number, extents.group, extents.dealt)
+    work = Work(Sequence(batch, head, extents.len_q, extents.len_k), heads, extents.dealt, block * BLOCK_N)
+    if order is not None:
+        order = _slice(order, work.seq)
+    tiles = Tiles(
+        k=allocate_tiles(k, 1, BLOCK_N, DIM),
+        v=allocate_tiles(v, 1, BLOCK_N, DIM_V),
+        q=allocate_tiles(q, STAGES, BLOCK_M, DIM),
+        d_out=allocate_tiles(d_out, STAGES, BLOCK_M, DIM_V),
+        terms=allocate_terms(terms, STAGES, BLOCK_M),
+        bias=None if bias is None else allocate_tiles(bias, STAGES, BLOCK_M, BLOCK_N),
+        d_bias=None if d_bias is None else allocate_tiles(d_bias, 1 if SPLIT else CONSUMERS, BLOCK_M, BLOCK_N),
+        p=gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES) if SPLIT else None,
+        bias_columns=None if rules.bias_by_key is None else allocate_columns(BLOCK_N, 2),
+    )
+    if is_dead(rules, bounds, work):
+        _store_zeros(Results(d_k, d_v, key_sums, d_bias), order, work, config)
     else:
-        p_tile, p_barriers = None, None
-        if SPLIT:
-            p_tile = gl.allocate_shared_memory(q.dtype, [BLOCK_N, BLOCK_M], PROBABILITIES)
-            p_barriers = allocate_barriers(2, 1)
         barriers = Barriers(
+            p=allocate_barriers(2, 1) if SPLIT else None,
             kv_full=allocate_barriers(1, 1),
             q_full=allocate_barriers(STAGES, 1),
             d_out_full=allocate_barriers(STAGES, 1),
             free=allocate_barriers(STAGES, 2 if SPLIT else 1),
-            p=p_barriers,
         )
-        gradients_given, sums_given, sums_room = None, None, None
-        if IN_TURNS:
-            gradients_given = allocate_barriers(2, 1)
-            if key_sums is not None:
-                sums_given = allocate_barriers(2, 1)
-        bias_columns, key_ones = (None, None), None
-        if rules.bias_by_key is not None:
-            bias_columns = (allocate_columns(BLOCK_N), allocate_columns(BLOCK_N))
-            key_ones = ones_for_columns(BLOCK_M)
-        score_ones, d_p_ones = None, None
-        if are_columns(terms.dtype):
-            score_ones = ones_for_columns(BLOCK_N)
-            d_p_ones = ones_for_columns(BLOCK_N, FIRST=3)
-        if sums_given is not None:
-            sums_room = gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        GIVES_SUMS: gl.constexpr = IN_TURNS and key_sums is not None
+        exchange = Exchange(
+            gradients=allocate_barriers(2, 1) if IN_TURNS else None,
+            key_sums=allocate_barriers(2, 1) if GIVES_SUMS else None,
+            room=gl.allocate_shared_memory(gl.float32, [BLOCK_N], gl.SwizzledSharedLayout(1, 1, 1, [0])) if GIVES_SUMS else None,
+        )
+        ones = Ones(
+            keys=None if rules.bias_by_key is None else ones_for_columns(BLOCK_M),
+            scores=ones_for_columns(BLOCK_N) if are_columns(terms.dtype) else None,
+            d_p=ones_for_columns(BLOCK_N, FIRST=3) if are_columns(terms.dtype) else None,
+        )
         fence_async_shared()
-        kv_full = barriers.kv_full.index(0)
-        mbarrier.expect(kv_full, 2 * BLOCK_N * (copied_dims(DIM) + copied_dims(DIM_V)))
-        copy_tile(k, batch, kv_head, col, kv_full, k_tile, 0, DIM)
-        copy_tile(v, batch, kv_head, col, kv_full, v_tile, 0, DIM_V)
+        copy_keys(k, v, work, kv_head, barriers.kv_full.index(0), tiles, config)
         sources = Sources(q, terms, d_out, bias=bias)
-        tiles = Tiles(k_tile, v_tile, bias_columns, q_tiles, terms_tiles, d_out_tiles, bias=bias_tiles, d_bias=d_bias_tiles, p=p_tile)
-        ones = Ones(key_ones, score_ones, d_p_ones)
-        exchange = Exchange(gradients_given, sums_given, sums_room)
         gl.warp_specialize(
             [  # d_k and d_v outside tuples, as in key_grad.py
-                (
-                    _consume,
-                    (tiles, ones, barriers, exchange, rules, bounds, d_k, d_v, key_sums, d_bias, order, seq, groups, dealt, col, which, config),
-                )
+                (_consume, (tiles, ones, barriers, exchange, rules, bounds, d_k, d_v, key_sums, d_bias, order, work, which, config))
                 if which < CONSUMERS
-                else (_produce, (sources, tiles, barriers, rules, bounds, seq, groups, col, config))
+                else (_produce, (sources, tiles, barriers, rules, bounds, work, config))
                 for which in (0, 1, 2)[: CONSUMERS + 1]
             ],
             [4] * (CONSUMERS - 1) + [1],
@@ -244,22 +233,23 @@ def _slice(t, seq):
 
 
 @gluon.jit
-def _store_zeros(d_k, d_v, key_sums, order, seq, groups, dealt, col, config: gl.constexpr):
+def _store_zeros(results, order, work, config: gl.constexpr):
     """The gradients of a block of keys that no query attends."""
     WIDTH: gl.constexpr = 256 if config.SPLIT else copied_dims(config.DIM)
     SUMS: gl.constexpr = product_layout(WIDTH)
+    seq, col = work.seq, work.col
     zeros = gl.full([BLOCK_N, WIDTH], 0.0, gl.float32, SUMS)
-    if d_k is not None:
-        store_tile(d_k, under_part(d_k, seq, dealt), col, seq.len_k, zeros, config.HEAD_DIM, order)
-    if d_v is not None:
-        store_tile(d_v, under_part(d_v, seq, dealt), col, seq.len_k, zeros, config.VALUE_DIM, order)
-    if key_sums is not None:
+    if results.d_k is not None:
+        store_tile(results.d_k, under_part(results.d_k, seq, work.dealt), col, seq.len_k, zeros, config.HEAD_DIM, order)
+    if results.d_v is not None:
+        store_tile(results.d_v, under_part(results.d_v, seq, work.dealt), col, seq.len_k, zeros, config.VALUE_DIM, order)
+    if results.key_sums is not None:
         no_key_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
         if config.BY_GROUP:
-            _store_sums(key_sums, order, under_part(key_sums, seq, dealt), col, no_key_sums)
+            _store_sums(results.key_sums, order, under_part(results.key_sums, seq, work.dealt), col, no_key_sums)
         else:
-            for head in range(seq.head, seq.head + groups):
-                _store_sums(key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_key_sums)
+            for head in range(seq.head, seq.head + work.heads):
+                _store_sums(results.key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_key_sums)
 
 
 @gluon.jit
@@ -273,9 +263,11 @@ def _store_sums(key_sums, order, seq, col, sums):
 
 
 @gluon.jit
-def _store_both_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.constexpr):
-    """The same of both consumers' sums: the second gives its own to the first, the `turn`-th time."""
-    if which == 0:
+def _store_all_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.constexpr):
+    """The sums over the queries of all consumers: of two in turns the second gives its own to the first, the `turn`-th time."""
+    if exchange.key_sums is None:
+        _store_sums(key_sums, order, seq, col, sums)
+    elif which == 0:
         mbarrier.wait(exchange.key_sums.index(1), turn & 1)
         sums += exchange.room.load(gl.SliceLayout(1, PAIRS))
         mbarrier.arrive(exchange.key_sums.index(0), count=1)
@@ -287,12 +279,13 @@ def _store_both_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.
 
 
 @gluon.jit
-def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: gl.constexpr):
+def _produce(sources, tiles, barriers, rules, bounds, work, config: gl.constexpr):
     """Copy tiles of queries, bias and dO to shared memory, as far ahead as there are free stages."""
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else sources.bias.block_type.nbytes
     Q_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM) + sources.terms.block_type.nbytes + BIAS_BYTES
+    seq, col = work.seq, work.col
     step = 0
-    for head in range(seq.head, seq.head + groups):
+    for head in range(seq.head, seq.head + work.heads):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         attending = attending_of(rules, bounds, this, col)
         for start in range(attending.begin, attending.end, BLOCK_M):
@@ -312,74 +305,79 @@ def _produce(sources, tiles, barriers, rules, bounds, seq, groups, col, config: 
 
 @gluon.jit
 def _consume(
-    tiles, ones, barriers, exchange, rules, bounds, d_k, d_v, key_sums, d_bias, order, seq, groups, dealt, col,
-    which: gl.constexpr, config: gl.constexpr,
+    tiles, ones, barriers, exchange, rules, bounds, d_k, d_v, key_sums, d_bias, order, work, which: gl.constexpr, config: gl.constexpr
 ):  # fmt: skip
     """Gradients of the program's keys. Of two consumers in turns each has every second tile of queries; the first stores the sum of both."""
     SPLIT: gl.constexpr = config.SPLIT
-    IN_TURNS: gl.constexpr = config.CONSUMERS == 2 and not SPLIT
-    STAGES: gl.constexpr = config.STAGES
-    STEP: gl.constexpr = 2 * BLOCK_M if IN_TURNS else BLOCK_M
-    own: gl.constexpr = which if IN_TURNS else 0
+    own: gl.constexpr = which if config.IN_TURNS else 0
     if SPLIT:
         if which == 0:
             d_k, key_sums, d_bias = None, None, None
         else:
             d_v = None
     results = Results(d_k, d_v, key_sums, d_bias)
+    seq, col = work.seq, work.col
     k_pieces, v_pieces = pieces(tiles.k, 0, config.DIM), pieces(tiles.v, 0, config.DIM_V)
-    context = Context(k_pieces, v_pieces, tiles.bias_columns[which], ones, tiles, barriers, rules, results, col, own)
+    bias_columns = None if tiles.bias_columns is None else tiles.bias_columns[which]
+    context = Context(k_pieces, v_pieces, bias_columns, ones, tiles, barriers, rules, results, col, own)
     of_group = 0
     if config.ALIKE:
         of_group = describe_block(context, bounds, seq)
     mbarrier.wait(barriers.kv_full.index(0), 0)
     sums = no_sums(config.DIM, config.DIM_V, BLOCK_M, OF_KEYS=not SPLIT or which == 1, OF_VALUES=not SPLIT or which == 0)
     before = 0  # steps of the heads before
-    for head in range(seq.head, seq.head + groups):
+    for head in range(seq.head, seq.head + work.heads):
         this = Sequence(seq.batch, head, seq.len_q, seq.len_k)
         if not config.BY_GROUP:
             sums = Sums(sums.dk, sums.dv, no_lane_sums(BLOCK_M))
         keys, steps = of_group if config.ALIKE else describe_block(context, bounds, this)
-        begin, end = steps.begin, steps.end
-        mine = begin
-        if IN_TURNS:
-            mine = begin + ((before + which) % 2) * BLOCK_M
-        open_begin = next_step(mine, steps.open_begin, STEP)
-        open_end = gl.maximum(next_step(mine, steps.open_end, STEP), open_begin)
-        for start in range(mine, gl.minimum(open_begin, end), STEP):
-            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-            sums = add_tile(context, this, keys, sums, turn, start, config, EDGE=True)
-        for start in range(open_begin, gl.minimum(open_end, end), STEP):
-            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-            sums = add_tile(context, this, keys, sums, turn, start, config, EDGE=False)
-        for start in range(open_end, end, STEP):
-            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-            sums = add_tile(context, this, keys, sums, turn, start, config, EDGE=True)
-        before += gl.cdiv(end - begin, BLOCK_M)
+        sums = _add_head(context, this, keys, steps, sums, before, which, config)
+        before += gl.cdiv(steps.end - steps.begin, BLOCK_M)
         if results.key_sums is not None and not config.BY_GROUP:
-            if IN_TURNS:
-                _store_both_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS), exchange, head - seq.head, which)
-            else:
-                _store_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS))
+            _store_all_sums(results.key_sums, order, this, col, sums_of_lanes(sums.lanes, PAIRS), exchange, head - seq.head, which)
     if results.key_sums is not None and config.BY_GROUP:
-        place = under_part(results.key_sums, seq, dealt)
-        if IN_TURNS:
-            _store_both_sums(results.key_sums, order, place, col, sums_of_lanes(sums.lanes, PAIRS), exchange, 0, which)
-        else:
-            _store_sums(results.key_sums, order, place, col, sums_of_lanes(sums.lanes, PAIRS))
+        place = under_part(results.key_sums, seq, work.dealt)
+        _store_all_sums(results.key_sums, order, place, col, sums_of_lanes(sums.lanes, PAIRS), exchange, 0, which)
+    if config.IN_TURNS:
+        _store_both_gradients(results, order, sums, rules, work, tiles, exchange, which, config)
+    else:
+        store_gradients(results, order, sums, rules, work, col, config)
+
+
+@gluon.jit
+def _add_head(context, seq, keys, steps, sums, before, which: gl.constexpr, config: gl.constexpr):
+    """`sums` and a consumer's tiles of one head, after so many `before` of other heads."""
+    IN_TURNS: gl.constexpr = config.IN_TURNS
+    STAGES: gl.constexpr = config.STAGES
+    STEP: gl.constexpr = 2 * BLOCK_M if IN_TURNS else BLOCK_M
+    begin, end = steps.begin, steps.end
+    mine = begin
+    if IN_TURNS:
+        mine = begin + ((before + which) % 2) * BLOCK_M
+    open_begin = next_step(mine, steps.open_begin, STEP)
+    open_end = gl.maximum(next_step(mine, steps.open_end, STEP), open_begin)
+    for start in range(mine, gl.minimum(open_begin, end), STEP):
+        turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+        sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=True)
+    for start in range(open_begin, gl.minimum(open_end, end), STEP):
+        turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+        sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=False)
+    for start in range(open_end, end, STEP):
+        turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+        sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=True)
+    return sums
+
+
+@gluon.jit
+def _store_both_gradients(results, order, sums, rules, work, tiles, exchange, which: gl.constexpr, config: gl.constexpr):
+    """`store_gradients` of two consumers in turns: the second gives its sums to the first."""
+    SUMS: gl.constexpr = product_layout(copied_dims(config.DIM_V))
+    seq, col = work.seq, work.col
     if results.d_bias is not None:
         tma.store_wait(0)
-    of_keys, of_values = under_part(results.d_k, seq, dealt), under_part(results.d_v, seq, dealt)
-    if not IN_TURNS:
-        if results.d_k is not None:
-            for i in gl.static_range(len(sums.dk)):
-                store_tile(results.d_k, of_keys, col, seq.len_k, sums.dk[i] * rules.scale, config.HEAD_DIM, order, FIRST=i * PANEL)
-        if results.d_v is not None:
-            for i in gl.static_range(len(sums.dv)):
-                store_tile(results.d_v, of_values, col, seq.len_k, sums.dv[i], config.VALUE_DIM, order, FIRST=i * PANEL)
-    elif which == 0:
-        SUMS: gl.constexpr = product_layout(copied_dims(config.DIM_V))
-        given = _room_for_gradients(tiles, config.DIM)
+    of_keys, of_values = under_part(results.d_k, seq, work.dealt), under_part(results.d_v, seq, work.dealt)
+    given = _room_for_gradients(tiles, config.DIM)
+    if which == 0:
         mbarrier.arrive(exchange.gradients.index(0), count=1)  # its tiles of queries are read: their memory takes the sums of the other
         mbarrier.wait(exchange.gradients.index(1), 0)
         if results.d_k is not None:
@@ -387,7 +385,6 @@ def _consume(
         if results.d_v is not None:
             store_tile(results.d_v, of_values, col, seq.len_k, sums.dv[0] + given.index(1).load(SUMS), config.VALUE_DIM, order)
     else:
-        given = _room_for_gradients(tiles, config.DIM)
         mbarrier.wait(exchange.gradients.index(0), 0)
         if results.d_k is not None:
             given.index(0).store(sums.dk[0])

@@ -14,9 +14,13 @@ from ..base.layout import copied_entry, slice_pointer
 from ..base.rules import LOG2E
 from .copies import (
     column_pieces,
+    copied_dims,
     copy,
+    copy_tile,
+    is_descriptor,
     no_sums_of_rows,
     pieces,
+    place_of_keys,
     product_layout,
     product_under_way,
     stage_of,
@@ -32,12 +36,23 @@ PROBABILITIES = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, elemen
 
 
 class Extents(NamedTuple):
-    """How many query heads there are in all, query heads of a key-value head, queries and keys."""
+    """How much there is, and how programs are given it."""
 
-    heads: Any
-    group: Any
+    heads: Any  # of queries, in all
+    group: Any  # query heads of a key-value head
     len_q: Any
     len_k: Any
+    dealt: Any  # :class:`group_parts.Dealt`
+    wave: Any = None  # `place.wave_of`
+
+
+class Work(NamedTuple):
+    """What a program has: a block of keys, under some query heads that share them."""
+
+    seq: Any  # its sequence, under the first of these heads
+    heads: Any  # how many
+    dealt: Any  # as in :class:`Extents`
+    col: Any  # the first of the keys
 
 
 class Tiles(NamedTuple):
@@ -84,13 +99,12 @@ class Sources(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Tensors to be written: Strided, but of dBias a tensor descriptor unless it is stored `by_pointers`; None where nobody asked for it."""
+    """Tensors to be written: Strided, but of dBias a tensor descriptor where the copy engine can store it; None where nobody asked for it."""
 
     d_k: Any
     d_v: Any
     key_sums: Any
     d_bias: Any
-    by_pointers: Any = None  # 1 where dBias is Strided
 
 
 class Context(NamedTuple):
@@ -134,6 +148,16 @@ class Turn(NamedTuple):
     phase: Any  # the parity of how often the stage was used before
     pairs: Any  # which of those of bias and mask
     number: Any
+
+
+@gluon.jit
+def copy_keys(k, v, work, kv_head, full, tiles, config: gl.constexpr, BLOCKS: gl.constexpr = 1):
+    """Copy a program's keys and values, of so many blocks, which stay."""
+    mbarrier.expect(full, BLOCKS * 2 * BLOCK_N * (copied_dims(config.DIM) + copied_dims(config.DIM_V)))
+    entry, first = place_of_keys(work.seq, work.col)
+    for i in gl.static_range(BLOCKS):
+        copy_tile(k, entry, kv_head, first + i * BLOCK_N, full, tiles.k, i, config.DIM)
+        copy_tile(v, entry, kv_head, first + i * BLOCK_N, full, tiles.v, i, config.DIM_V)
 
 
 @gluon.jit
@@ -343,7 +367,7 @@ def store_d_bias(context, seq, start, ds):
     d_bias, d_bias_tile = context.results.d_bias, context.tiles.d_bias.index(context.which)
     BLOCK_M: gl.constexpr = context.tiles.q.shape[3]
     rows_down = d_bias_tile.reshape([BLOCK_M, BLOCK_N])
-    if context.results.by_pointers is None:
+    if is_descriptor(d_bias.type):
         tma.store_wait(0)  # the copy engine has read what the tile held
         rows_down.permute((1, 0)).store(ds.to(d_bias_tile.dtype))
         fence_async_shared()

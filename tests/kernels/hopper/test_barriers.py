@@ -39,9 +39,9 @@ KINDS = {
 SHARED = ("base/window.py", "base/distances.py", "base/rules.py", "visits/walk.py", "hopper/copies.py")
 FORWARD = (*SHARED, "hopper/walk.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
 QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/query_tile.py", "hopper/query_grad.py")
-KEY_GRAD = (*SHARED, "hopper/key_tile.py", "hopper/key_walk.py", "hopper/key_grad.py")
+KEY_GRAD = (*SHARED, "hopper/key_tile.py", "hopper/key_results.py", "hopper/key_walk.py", "hopper/key_grad.py")
 BIAS_GRAD = (*SHARED, "hopper/bias_grad.py")
-KEY_GRAD_INTERVALS = (*SHARED, "hopper/key_tile.py", "hopper/attending_queries.py", "hopper/key_grad_intervals.py")
+KEY_GRAD_INTERVALS = (*SHARED, "hopper/key_tile.py", "hopper/key_results.py", "hopper/attending_queries.py", "hopper/key_grad_intervals.py")
 
 
 def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
@@ -235,11 +235,11 @@ def functions_by_key(
 
     names = functions(
         case, files, language, change, Sequence=Sequence, _probabilities=probabilities, store_d_bias=store_d_bias, store_tile=store_tile,
-        _store_sums=_store_sums, place_keys=lambda *given: (language.program, 0, 0),
+        _store_sums=_store_sums, is_descriptor=lambda kind: True, place_keys=lambda *given: (language.program, 0, 0),
         numbers_of=lambda *given: 1, part_of_group=lambda number, group, dealt: (0, 0, group), under_part=lambda t, seq, dealt: seq,
         interval_of=lambda *given: (Anything(), Anything()),
         slice_pointer=lambda bounds, seq: seq.head * bounds.head,
-        allocate_columns=lambda rows: Place(),
+        allocate_columns=lambda rows, count: tuple(Place() for _ in range(count)),
         store_bias_columns=lambda place, rules, seq, col: place.store((seq.head, col)),
         allocate_terms=lambda terms, count, rows: Several(Place, count),
         copy_terms=lambda terms, seq, head, start, full, place: full.copies.append((place, (head, start))),
@@ -289,9 +289,9 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     given = dict(
         q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, mask=None, d_out=Anything(),
         d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, terms=Anything(), d_k=Anything("dk"), d_v=Anything("dv"),
-        key_sums=Anything() if wanted["key sums"] else None, extents=names["Extents"](len(heads), len(heads), 30, 30), dealt=None, wave=None, HEAD_DIM=64, VALUE_DIM=64,
-        DIM=dim, DIM_V=CUT if dim == CUT else 64, CONSUMERS=consumers, BLOCK_M=case.block_m, STAGES=case.stages, EVEN_N=even,
-        COPIES_D_BIAS=True, BY_GROUP=by_group, REGISTERS=240,
+        key_sums=Anything() if wanted["key sums"] else None, extents=names["Extents"](len(heads), len(heads), 30, 30, None),
+        HEAD_DIM=64, VALUE_DIM=64, DIM=dim, DIM_V=CUT if dim == CUT else 64, CONSUMERS=consumers, BLOCK_M=case.block_m, STAGES=case.stages, EVEN_N=even,
+        BY_GROUP=by_group, REGISTERS=240,
     )  # fmt: skip
     run(names["_key_gradients_kernel"], given, language, chance)
     check_barriers(language, dict(q_full="free", d_out_full="free"))
@@ -319,7 +319,7 @@ def run_by_interval(kind: str, chance: random.Random, change: tuple[str, str] | 
         d_bias=Anything() if wanted["d_bias"] else None, rules=case.rules, bounds=bounds, terms=Anything(),
         d_k=Anything("dk") if wanted["dk"] else None, d_v=Anything("dv") if wanted["dv"] else None,
         key_sums=Anything() if wanted["key sums"] else None, order=chance.choice((None, Anything())),
-        extents=names["Extents"](heads, heads, len_q, len_k), dealt=None, HEAD_DIM=64, VALUE_DIM=64, DIM=dim,
+        extents=names["Extents"](heads, heads, len_q, len_k, None), HEAD_DIM=64, VALUE_DIM=64, DIM=dim,
         DIM_V=CUT if dim == CUT else 64, CONSUMERS=1 if form == "one" else 2, STAGES=stages, ALIKE=alike, BY_GROUP=by_group, REGISTERS=240,
     )  # fmt: skip
     run(names["_key_gradients_kernel"], given, language, chance)
