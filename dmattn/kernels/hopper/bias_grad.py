@@ -26,15 +26,15 @@ from ..base.window import any_hidden, any_in_window
 from ..portable.bias_grad import PROGRAMS_PER_PROCESSOR, Sharing
 from .addressing import copyable
 from .copies import (
-    CONSUMER_REGISTERS,
-    LAUNCH_REGISTERS,
     PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_pairs,
     allocate_tiles,
+    consumer_registers,
     copy,
     first_of,
+    launch_registers,
     place_of_keys,
     place_of_queries,
     product_layout,
@@ -132,7 +132,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         DIM_V=dim_v,
         STAGES=_stages(problem.bias.dtype.itemsize),
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[2],
+        maxnreg=launch_registers(2),
     )
     sum_parts(parts, d_bias)
 
@@ -200,7 +200,7 @@ def _shared_gradient_kernel(
             (_produce, (q, k, d_out, v, context, rules, groups, config)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [consumer_registers(2), PRODUCER_REGISTERS],
     )
 
 

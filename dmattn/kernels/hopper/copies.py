@@ -30,13 +30,15 @@ store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_share
 sync_threads = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # from Triton 3.7 on, and before
 
 
-def launch_registers(consumers: int, programs: int = 1) -> int:
+@gluon.constexpr_function
+def launch_registers(consumers, programs=1):
     """Registers of a thread, of so many programs on a processor, before consumers take those that the producer leaves."""
     threads = 128 * (consumers + 1)  # Triton rounds the producer up to four warps
     return 65536 // (programs * threads) // 8 * 8
 
 
-def consumer_registers(consumers: int, programs: int = 1) -> int:
+@gluon.constexpr_function
+def consumer_registers(consumers, programs=1):
     """Those of a consumer's thread then."""
     return ((consumers + 1) * launch_registers(consumers, programs) - PRODUCER_REGISTERS.value) // consumers // 8 * 8
 
@@ -44,10 +46,6 @@ def consumer_registers(consumers: int, programs: int = 1) -> int:
 def room(programs: int = 1) -> int:
     """Bytes of shared memory for tiles of each program. The system, and barriers and what warps exchange, take the others."""
     return 233472 // programs - 1024 - 1536
-
-
-LAUNCH_REGISTERS = {consumers: launch_registers(consumers) for consumers in (2, 3)}  # of one program a processor, as the next
-CONSUMER_REGISTERS, CONSUMER_REGISTERS_OF_THREE = gl.constexpr(consumer_registers(2)), gl.constexpr(consumer_registers(3))
 
 
 def consumers_of(length: int, dim: int) -> int:

@@ -29,10 +29,10 @@ from ..base.rules import rules_of
 from ..base.window import open_keys
 from ..visits.walk import key_range
 from .copies import (
-    CONSUMER_REGISTERS,
-    LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     allocate_barriers,
+    consumer_registers,
+    launch_registers,
     padded_dim,
     product_layout,
     stage_of,
@@ -136,7 +136,7 @@ def query_and_bias_gradients(problem: Problem, incoming: Incoming, d_query: Tens
         BLOCK_N=block_n,
         EVEN_N=len_k % block_n == 0,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[2],
+        maxnreg=launch_registers(2),
     )
 
 
@@ -200,7 +200,7 @@ def _query_gradients_kernel(
             (produce, (sources, tiles, barriers, rules, seq, sharing, row, config)),
         ],
         [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [consumer_registers(2), PRODUCER_REGISTERS],
     )
 
 

@@ -21,13 +21,12 @@ from ...base.rules import LOG2E, rules_of
 from ...base.softmax import join_sink, sink2_of, weights_of
 from ..addressing import copyable
 from ..copies import (
-    CONSUMER_REGISTERS,
-    CONSUMER_REGISTERS_OF_THREE,
-    LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     allocate_barriers,
+    consumer_registers,
     consumers_of,
     copy,
+    launch_registers,
     product_layout,
     stage_of,
     tiled,
@@ -90,7 +89,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         TILES=triton.cdiv(len_k, KEYS.value),
         CONSUMERS=consumers,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[consumers],
+        maxnreg=launch_registers(consumers),
     )
 
 
@@ -117,27 +116,16 @@ def _resident_forward_kernel(
     fence_async_shared()
     entry, bias_head = slice_of(number, entries)
     part = Part(entry, bias_head, sharing_heads, spread, block * (CONSUMERS * BLOCK_M), first, members, splits, len_q, len_k)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, barriers, bias, rules, part, out, lse, 0, config)),
-                (_consume, (tiles, barriers, bias, rules, part, out, lse, 1, config)),
-                (_produce, (q, k, v, tiles, barriers, part, groups, config)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, barriers, bias, rules, part, out, lse, 0, config)),
-                (_consume, (tiles, barriers, bias, rules, part, out, lse, 1, config)),
-                (_consume, (tiles, barriers, bias, rules, part, out, lse, 2, config)),
-                (_produce, (q, k, v, tiles, barriers, part, groups, config)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (tiles, barriers, bias, rules, part, out, lse, which, config))
+            if which < CONSUMERS
+            else (_produce, (q, k, v, tiles, barriers, part, groups, config))
+            for which in (0, 1, 2, 3)[: CONSUMERS + 1]
+        ],
+        [4] * (CONSUMERS - 1) + [1],
+        [consumer_registers(CONSUMERS)] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
+    )
 
 
 @gluon.jit

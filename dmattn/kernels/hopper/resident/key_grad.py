@@ -20,13 +20,12 @@ from ...base.query_terms import Incoming
 from ...base.rules import LOG2E, rules_of
 from ..addressing import copyable
 from ..copies import (
-    CONSUMER_REGISTERS,
-    CONSUMER_REGISTERS_OF_THREE,
-    LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     allocate_barriers,
+    consumer_registers,
     consumers_of,
     copy,
+    launch_registers,
     product_layout,
     stage_of,
     tiled,
@@ -124,7 +123,7 @@ def key_gradients(problem: Problem, incoming: Incoming, d_key: Tensor | None, d_
         TILES=triton.cdiv(len_q, BLOCK_M.value),
         CONSUMERS=consumers,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[consumers],
+        maxnreg=launch_registers(consumers),
     )
 
 
@@ -163,27 +162,16 @@ def _resident_key_gradients_kernel(
     entry, bias_head = slice_of(number, entries)
     part = Part(entry, bias_head, sharing_heads, spread, block * (CONSUMERS * BLOCK_N), first, members, splits, len_q, len_k)
     # d_k and d_v by themselves: in a tuple with others they would lose that their columns lie side by side
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, barriers, bias, rules, part, d_k, d_v, 0, config)),
-                (_consume, (tiles, barriers, bias, rules, part, d_k, d_v, 1, config)),
-                (_produce, (q, k, v, d_out, terms, tiles, barriers, part, config)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, barriers, bias, rules, part, d_k, d_v, 0, config)),
-                (_consume, (tiles, barriers, bias, rules, part, d_k, d_v, 1, config)),
-                (_consume, (tiles, barriers, bias, rules, part, d_k, d_v, 2, config)),
-                (_produce, (q, k, v, d_out, terms, tiles, barriers, part, config)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (tiles, barriers, bias, rules, part, d_k, d_v, which, config))
+            if which < CONSUMERS
+            else (_produce, (q, k, v, d_out, terms, tiles, barriers, part, config))
+            for which in (0, 1, 2, 3)[: CONSUMERS + 1]
+        ],
+        [4] * (CONSUMERS - 1) + [1],
+        [consumer_registers(CONSUMERS)] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
+    )
 
 
 @gluon.jit

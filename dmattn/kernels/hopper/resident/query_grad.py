@@ -26,12 +26,11 @@ from ...base.query_terms import Incoming
 from ...base.rules import LOG2E, rules_of
 from ..addressing import copyable
 from ..copies import (
-    CONSUMER_REGISTERS,
-    CONSUMER_REGISTERS_OF_THREE,
-    LAUNCH_REGISTERS,
     PRODUCER_REGISTERS,
     allocate_barriers,
+    consumer_registers,
     copy,
+    launch_registers,
     product_layout,
     stage_of,
     sync_threads,
@@ -132,7 +131,7 @@ def query_gradients(
         len_k=len_k,
         CONSUMERS=consumers,
         num_warps=4,
-        maxnreg=LAUNCH_REGISTERS[consumers],
+        maxnreg=launch_registers(consumers),
     )
     if d_bias is not None:
         sum_parts(parts, d_bias)
@@ -176,27 +175,16 @@ def _resident_query_gradients_kernel(
     barriers = _make_barriers(CONSUMERS)
     fence_async_shared()
     line = Line(part_count, block_count, entries, sharing_heads, spread, members, len_q, len_k)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 0, config)),
-                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 1, config)),
-                (_produce, (q, k, v, d_out, tiles, barriers, line, config)),
-            ],
-            [4, 1],
-            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 0, config)),
-                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 1, config)),
-                (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, 2, config)),
-                (_produce, (q, k, v, d_out, tiles, barriers, line, config)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGISTERS_OF_THREE, CONSUMER_REGISTERS_OF_THREE, PRODUCER_REGISTERS],
-        )
+    gl.warp_specialize(
+        [
+            (_consume, (tiles, barriers, bias, rules, terms, d_q, parts, line, which, config))
+            if which < CONSUMERS
+            else (_produce, (q, k, v, d_out, tiles, barriers, line, config))
+            for which in (0, 1, 2, 3)[: CONSUMERS + 1]
+        ],
+        [4] * (CONSUMERS - 1) + [1],
+        [consumer_registers(CONSUMERS)] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
+    )
 
 
 @gluon.jit
