@@ -22,6 +22,7 @@ from .hopper import key_grad as hopper_key_grad
 from .hopper import key_grad_intervals as hopper_key_grad_intervals
 from .hopper import query_grad as hopper_query_grad
 from .hopper import shared_query_grad as hopper_shared_query_grad
+from .hopper.distances import spread_table
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.resident import key_grad as hopper_resident_key_grad
 from .hopper.resident import query_grad as hopper_resident_query_grad
@@ -113,6 +114,11 @@ class Call:
             as_columns=TERM_COLUMNS in forms,
         )
 
+    @cached_property
+    def spread_table(self) -> Any:
+        """The table of distances as Hopper's kernels read it, which the first of them makes; None without one."""
+        return spread_table(self.problem)
+
 
 @on_its_device
 def backward(
@@ -196,11 +202,11 @@ def _shared_query(call: Call, made: Made) -> None:
 
 
 def _hopper_keys(call: Call, made: Made) -> None:
-    hopper_key_grad.key_gradients(call.problem, call.incoming, *_of_keys(made))
+    hopper_key_grad.key_gradients(call.problem, call.incoming, call.spread_table, *_of_keys(made))
 
 
 def _hopper_interval_keys(call: Call, made: Made) -> None:
-    hopper_key_grad_intervals.key_gradients(call.problem, call.incoming, *_of_keys(made), call.order)
+    hopper_key_grad_intervals.key_gradients(call.problem, call.incoming, call.spread_table, *_of_keys(made), call.order)
 
 
 def _portable_keys(call: Call, made: Made) -> None:
@@ -212,7 +218,7 @@ def _query_of_d_bias(call: Call, made: Made) -> None:
 
 
 def _hopper_query(call: Call, made: Made) -> None:
-    hopper_query_grad.query_gradients(call.problem, call.incoming, call.out, call.d_lse, made[D_QUERY], made.get(END_SUMS))
+    hopper_query_grad.query_gradients(call.problem, call.incoming, call.spread_table, call.out, call.d_lse, made[D_QUERY], made.get(END_SUMS))
 
 
 def _portable_query(call: Call, made: Made) -> None:

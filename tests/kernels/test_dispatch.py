@@ -24,7 +24,7 @@ from drawn_problems import Drawn
 from recorded_choices import RECORD, TARGETS, WITH_COLUMNS, drawn_problems, named_problems, record, with_gradients
 from triton.runtime.jit import JITFunction
 
-from dmattn import kernels
+from dmattn import RelativeBias, kernels
 from dmattn.kernels import dispatch, narrow_heads, plans, run
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.base.no_device import on_gpu
@@ -507,6 +507,26 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
     why = f"rows of bias: stride 251 is no multiple of 8: {PAD} 8 and pass a slice"
     assert dispatch.Refusal("Hopper", why) in chosen.refusals
     assert dispatch.Refusal("Hopper: d_key, d_value, d_bias", why) in keys.refusals
+
+
+@not_interpreted
+@pytest.mark.parametrize("target", ["sm_90"])
+def test_each_pass_spreads_a_table_of_distances_once(launches: list) -> None:
+    """In the backward pass two kernels read it."""
+    query, table = torch.empty(2, 4, 1024, 64, dtype=BF16, device="meta"), RelativeBias(torch.empty(4, 257, dtype=BF16, device="meta"))
+    problem = Problem.canonical(query, query, query, mask=None, bias=table, causal=False, window=None, scale=None, softcap=None)
+    out, lse, _states = backend.allocate_forward(problem)
+    kernels.forward(problem, out, lse)
+    kernels.backward(problem, out, lse, out, None, backend.allocate_backward(problem, (True,) * 5))
+    watched = {"hopper.distances._spread_kernel", "hopper.forward._forward_kernel"}
+    watched |= {"hopper.query_grad._query_gradients_kernel", "hopper.key_grad._key_gradients_kernel"}
+    assert [kernel.split(".")[-1] for kernel, _ in launches if kernel in watched] == [
+        "_spread_kernel",
+        "_forward_kernel",
+        "_spread_kernel",
+        "_query_gradients_kernel",
+        "_key_gradients_kernel",
+    ]
 
 
 @pytest.mark.parametrize(

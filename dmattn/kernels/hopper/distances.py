@@ -5,6 +5,8 @@ tile loads numbers before its products, which are added to them, so that they ta
 two pairs. Lanes of a warp read places side by side, and the table stays in the first cache.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +25,11 @@ PAD = gl.constexpr(256)  # copies of each end: at least the queries and keys of 
 BLOCK = 256
 
 
-def with_spread_table(problem: Problem, rules: Rules) -> Rules:
-    """Rules whose table, if there is one, is in float32, in units of the products, and has PAD copies of each end."""
+def spread_table(problem: Problem) -> Any:
+    """The table of a problem, if there is one, in float32, in units of the products, and with PAD copies of each end."""
     table = problem.bias
     if table is None or problem.zero is None:
-        return rules
+        return None
     heads, distances = table.shape[1], table.shape[3]
     batch, owner = common_entries([table], problem.query.shape[0])
     spread = torch.empty((batch, heads, 1, distances + 2 * PAD.value), dtype=torch.float32, device=table.device)
@@ -42,7 +44,12 @@ def with_spread_table(problem: Problem, rules: Rules) -> Rules:
         BLOCK=BLOCK,
         num_warps=4,
     )
-    return rules._replace(table=strided(with_entries(spread, owner), problem.query.shape[1]))
+    return with_entries(spread, owner)
+
+
+def with_spread_table(rules: Rules, table: Any, heads: int) -> Rules:
+    """Rules of a problem of so many query heads with that of :func:`spread_table`, if there is one."""
+    return rules if table is None else rules._replace(table=strided(table, heads))
 
 
 @triton.jit

@@ -48,7 +48,7 @@ from .copies import (
     tiled,
     whole_of,
 )
-from .distances import end_numbers, with_spread_table
+from .distances import end_numbers, spread_table, with_spread_table
 from .forward_sizes import are_in_turn, sizes_of
 from .forward_steps import BLOCK_M, own_steps, step_of
 from .forward_tile import (
@@ -107,7 +107,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     loaded = pairs and bias is None
     consumers, keys, stages, programs_each = sizes_of(problem, dim, dim_v, loaded)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
-    rules = with_spread_table(problem, rules)
+    rules = with_spread_table(rules, spread_table(problem), heads)
     lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out, programs_each)
     parts, out_parts, lse_parts = lengths.parts, out, lse
     if parts is not None:

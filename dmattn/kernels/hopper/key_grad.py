@@ -99,12 +99,13 @@ class Config(NamedTuple):
 def key_gradients(
     problem: Problem,
     incoming: Incoming,
+    table: Any,
     d_key: Tensor | None,
     d_value: Tensor | None,
     key_sums: Tensor | None,
     d_bias: Tensor | None,
 ) -> None:
-    """As in portable/key_grad.py, without intervals.
+    """As in portable/key_grad.py, without intervals; `table` is the `spread_table` of the problem.
 
     A bias of pairs that the copy engine cannot address is loaded by the consumers, and such a dBias stored by them.
     """
@@ -130,7 +131,7 @@ def key_gradients(
         mask=tiled_mask(copyable("mask", problem.pair_mask), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
         d_bias=tiled(d_bias, block_m, block_n) if copyable("d_bias", d_bias) is not None else strided(d_bias, heads),
-        rules=with_spread_table(problem, rules_of(problem, lists, packed_blocks=packed)),
+        rules=with_spread_table(rules_of(problem, lists, packed_blocks=packed), table, heads),
         terms=tiled_terms(incoming, block_m),
         d_k=strided(parts.d_key, heads),
         d_v=strided(parts.d_value, heads),

@@ -99,13 +99,14 @@ class Exchange(NamedTuple):
 def key_gradients(
     problem: Problem,
     incoming: Incoming,
+    table: Any,
     d_key: Tensor | None,
     d_value: Tensor | None,
     key_sums: Tensor | None,
     d_bias: Tensor | None,
     order: Tensor | None,
 ) -> None:
-    """As in portable/key_grad.py, with intervals."""
+    """As in portable/key_grad.py, with intervals; `table` is the `spread_table` of the problem."""
     _batch, heads, len_q, head_dim = problem.query.shape
     kv_heads, len_k, value_dim = problem.value.shape[1:]
     consumers, block_m, stages, programs_each = interval_key_sizes(problem, d_bias)
@@ -126,7 +127,7 @@ def key_gradients(
         bias=tiled(problem.pair_bias, block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, whole_of(dim_v)),
         d_bias=tiled(d_bias, block_m, block_n),
-        rules=with_spread_table(problem, rules_of(problem)),
+        rules=with_spread_table(rules_of(problem), table, heads),
         bounds=strided(block_bounds(problem, block_n), heads),
         terms=tiled_terms(incoming, block_m),
         d_k=strided(parts.d_key, heads),

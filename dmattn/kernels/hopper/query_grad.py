@@ -128,9 +128,9 @@ class Barriers(NamedTuple):
 
 
 def query_gradients(
-    problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor | None, d_query: Tensor, end_sums: Tensor | None = None
+    problem: Problem, incoming: Incoming, table: Any, out: Tensor, d_lse: Tensor | None, d_query: Tensor, end_sums: Tensor | None = None
 ) -> None:
-    """As in portable/query_grad.py without a dBias.
+    """As in portable/query_grad.py without a dBias; `table` is the `spread_table` of the problem.
 
     And the forms of terms that `incoming` has are filled, as a program has what makes them at hand. A bias of pairs that the copy engine
     cannot address is loaded by the consumers.
@@ -139,7 +139,7 @@ def query_gradients(
     block_m, (dim, dim_v) = BLOCK_M.value, backward_dims(problem)
     consumers, block_n, stages, programs_each = query_sizes(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, block_n)
-    rules = with_spread_table(problem, rules)
+    rules = with_spread_table(rules, table, heads)
     lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, d_query, programs_each)
     parts, d_q = lengths.parts, d_query
     if parts is not None:
