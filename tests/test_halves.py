@@ -14,39 +14,48 @@ from dmattn.execution.backend import interpreting
 pytestmark = pytest.mark.skipif(interpreting(), reason="about both halves, once is enough")
 
 TESTS = Path(__file__).parent
-COLLECT = """
-import json, sys, pytest
+
 
 class Seen:
-    functions, left_out, not_here = set(), set(), []
+    """A plugin that knows the functions of a collection, and files of which none is made."""
 
-    def pytest_itemcollected(self, item):
+    def __init__(self) -> None:
+        self.functions, self.left_out, self.not_here = set(), set(), []
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
         self.functions.add(item)
 
-    def pytest_deselected(self, items):
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self.left_out.update(item for item in items if not item.get_closest_marker("gpu"))
 
-    def pytest_collectreport(self, report):
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:
             self.not_here.append(report.nodeid)
 
-seen = Seen()
-status = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", sys.argv[1]], plugins=[seen])
-names = {item.nodeid.split("[")[0] for item in seen.functions - seen.left_out}
-print(json.dumps(dict(status=int(status), runs=sorted(names), not_here=seen.not_here)))
-"""
+
+def collected() -> dict:
+    """By this process, in its half."""
+    seen = Seen()
+    alone = [part for name in ("cacheprovider", "faulthandler", "xdist") for part in ("-p", f"no:{name}")]
+    status = pytest.main(["--collect-only", "-qq", *alone, f"--rootdir={TESTS.parent}", str(TESTS)], plugins=[seen])
+    names = {item.nodeid.split("[")[0] for item in seen.functions - seen.left_out}
+    return dict(status=int(status), runs=sorted(names), not_here=seen.not_here)
 
 
-def collected(interpret: str) -> dict:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"TRITON_INTERPRET": interpret}
-    call = [sys.executable, "-c", COLLECT, str(TESTS)]
-    run = subprocess.run(call, capture_output=True, text=True, env=environment, cwd=TESTS.parent, check=False)
+def collected_elsewhere() -> dict:
+    """By another process, in the interpreter's half."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")} | {"TRITON_INTERPRET": "1"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.test_halves"], capture_output=True, text=True, env=environment, cwd=TESTS.parent, check=False
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def test_every_test_runs_in_one_half_or_on_a_gpu() -> None:
-    pytorch, kernels = collected("0"), collected("1")
+def test_every_test_runs_in_one_half_or_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setitem(sys.modules, "conftest", sys.modules["conftest"])  # which collecting imports anew
+    pytorch, kernels = collected(), collected_elsewhere()
     assert pytorch["status"] == kernels["status"] == 0
     written = set()
     for file in TESTS.rglob("test_*.py"):
@@ -58,3 +67,7 @@ def test_every_test_runs_in_one_half_or_on_a_gpu() -> None:
     runs = {*pytorch["runs"], *kernels["runs"]}
     assert runs
     assert written - runs == set()
+
+
+if __name__ == "__main__":
+    print(json.dumps(collected()))
