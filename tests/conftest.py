@@ -6,10 +6,11 @@ bfloat16 wrongly, so it gets float32 and float16 only, and float64 takes the PyT
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -72,6 +73,17 @@ LEFT_OUT = pytest.StashKey[Counter]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "timeout(seconds): a limit of its own, for pytest-timeout where it is installed")
     config.stash[LEFT_OUT] = Counter()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """What collecting makes stays until the end: the garbage collector looks at none of it, neither then nor in each test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)  # what is left of those that were asked for
