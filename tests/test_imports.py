@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+from forks import in_processes
 
 from dmattn.execution.backend import interpreting
 
@@ -124,29 +124,29 @@ LAYERS = (
 BELOW_KERNELS = {"bits", "broadcast", "dropout", "notices", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
 
 
-def imported(code: str) -> set[str]:
-    """The modules that a process has after it ran `code` on the PyTorch path."""
-    code = f"import os, sys\nos.environ['TRITON_INTERPRET'] = '0'\n{code}\nprint('\\n' + ' '.join(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return set(run.stdout.splitlines()[-1].split())
+CODES = {"import": "import dmattn", "call": CALL, "packed": PACKED, "help": HELP, "masks": MASKS, "seen": "import dmattn, torch._dynamo"}
 
 
-@pytest.mark.parametrize("code", ["import dmattn", CALL, PACKED, HELP, MASKS], ids=["import", "call", "packed", "help", "masks"])
-def test_the_compiler_is_not_imported(code: str) -> None:
+@cache
+def imported() -> dict[str, set[str]]:
+    """By code, the modules that a process has after it ran that on the PyTorch path."""
+    codes = [f"import os, sys\nos.environ['TRITON_INTERPRET'] = '0'\n{code}\nprint('\\n' + ' '.join(sys.modules))" for code in CODES.values()]
+    runs = in_processes(codes)
+    assert all(run.returncode == 0 for run in runs), [run.stderr for run in runs]
+    return {name: set(run.stdout.splitlines()[-1].split()) for name, run in zip(CODES, runs, strict=True)}
+
+
+def test_the_compiler_is_not_imported() -> None:
     """torch._dynamo takes 2.5 seconds and 130 MB, sympy 3 seconds and more on a slow machine."""
-    assert not {"torch._dynamo", "sympy"} & imported(code)
+    found = {name: {"torch._dynamo", "sympy"} & modules for name, modules in imported().items()}
+    assert found.pop("seen") >= {"torch._dynamo"}, "a package that is imported anyway is seen"
+    assert not any(found.values()), found
 
 
 def test_help_imports_no_more_than_the_package() -> None:
     """But the two commands themselves."""
-    of_commands = {name for name in imported(HELP) - imported("import dmattn") if not name.startswith("dmattn.")}
+    of_commands = {name for name in imported()["help"] - imported()["import"] if not name.startswith("dmattn.")}
     assert not of_commands & {"transformers", "triton", "rich", "torch._inductor"}, of_commands
-
-
-def test_a_package_that_is_imported_anyway_is_seen() -> None:
-    """The list of modules is that of the process: the tests above could fail."""
-    assert "torch._dynamo" in imported("import dmattn, torch._dynamo")
 
 
 def imports_of(package: Path) -> dict[str, set[str]]:

@@ -6,9 +6,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import CudaLauncher, Kernel, Launches, launches, named, on_a_cpu, on_cpu_tensors, problem_of
+from forks import in_processes
 from test_problem import tensors
 from torch import Tensor
 
@@ -30,9 +28,14 @@ from dmattn.kernels.base.launch import launch  # noqa: E402
 
 @on_a_cpu
 def test_a_setting_is_one_of_three() -> None:
-    call = [sys.executable, "-c", "import dmattn.execution.replay as replay; print(replay._devices, replay._checks)"]
-    for setting in ("0", "1", "check", "yes", ""):
-        run = subprocess.run(call, env=os.environ | {"DMATTN_REPLAY": setting}, capture_output=True, text=True, check=False)
+    code = """
+import os
+os.environ["DMATTN_REPLAY"] = "SETTING"
+import dmattn.execution.replay as replay
+print(replay._devices, replay._checks)
+"""
+    settings = ("0", "1", "check", "yes", "")
+    for setting, run in zip(settings, in_processes([code.replace("SETTING", each) for each in settings]), strict=True):
         devices = "()" if setting == "0" or torch.version.hip is not None else "('cuda',)"
         refused = f"ValueError: dmattn: DMATTN_REPLAY: expected 0, 1 or check, received {setting!r}"
         obeyed = setting in ("", *replay.SETTINGS)
