@@ -41,11 +41,19 @@ def first_of_each_kernel(launches: Iterable[tuple]) -> list[tuple]:
 
 
 def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
-    """Few launches that together have all that these have: each the one that brings most of what is missing, the first of these."""
-    missing, chosen = set().union(*launches.values()), []
-    while missing:
-        chosen.append(max(launches, key=lambda launch: len(launches[launch] & missing)))
-        missing -= launches[chosen[-1]]
+    """Few launches that together have all that these have.
+
+    What the fewest have comes first, as they leave little choice: of those the launch that brings most of what is missing, the first of these.
+    """
+    having: dict[tuple, list[tuple]] = {}
+    for launch, found in launches.items():
+        for each in found:
+            having.setdefault(each, []).append(launch)
+    missing, chosen = set(having), []
+    for each in sorted(having, key=lambda each: (len(having[each]), each[0].fn.__module__, each[0].fn.__name__, repr(each[1:]))):
+        if each in missing:
+            chosen.append(max(having[each], key=lambda launch: len(launches[launch] & missing)))
+            missing -= launches[chosen[-1]]
     return chosen
 
 
