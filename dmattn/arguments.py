@@ -108,7 +108,7 @@ _LENGTHS = ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens_q", "cu_s
 _KEYWORDS = {
     "attention": _DENSE | dict.fromkeys(_LENGTHS, f"the function {_PACKED}, or an IntervalMask"),
     "explain": _DENSE
-    | dict.fromkeys(_LENGTHS, f"mask, an IntervalMask, as of {_PACKED} there is no explanation")
+    | dict.fromkeys(_LENGTHS, f"mask, an IntervalMask; calls of {_PACKED} are not explained")
     | {
         "arch": "target, a family of GPUs such as sm_90",
         "backward": "nothing, as an explanation always has both passes: its passes[1] is the backward one",

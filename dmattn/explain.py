@@ -115,8 +115,9 @@ def explain(
     r"""Explain a call of :func:`dmattn.attention`: its kernels, why no faster ones serve it, and its work. Computes nothing.
 
     With P visible pairs of query and key in all batch entries and heads, a matrix product takes ``2 * P * D`` or ``2 * P * Dv`` operations.
-    A forward pass has two. A backward pass has five, and those that its kernels repeat. ``seconds = max(flops / peak, bytes / bandwidth)``,
-    with half of the peak of 16-bit products for float32: a bound, as the kernels make several products of parts of float32 numbers.
+    A forward pass has two. A backward pass has five, and those that its kernels repeat, but for one: in float32 over head dim 64 dV has a
+    kernel of its own, whose scores are not counted. ``seconds = max(flops / peak, bytes / bandwidth)``, with half of the peak of 16-bit
+    products for float32: a bound, as kernels make several products of parts of float32 numbers.
 
     Args:
         query: (..., H, Sq, D), key: (..., Hk, Sk, D), value: (..., Hk, Sk, Dv), as :func:`dmattn.attention` takes them: any number of axes

@@ -45,7 +45,7 @@ class Ended(NamedTuple):
 
 
 def in_processes(codes: Sequence[str], first: str = "import torch") -> list[Ended]:
-    """How the process of each code ended, all of which have run `first`."""
+    """How the process of each code ended, all of which have run `first`: with 1 after any exception, SystemExit too, and without atexit's calls."""
     command = [sys.executable, "-c", FORKS, json.dumps([first, *codes])]
     run = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

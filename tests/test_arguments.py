@@ -111,7 +111,7 @@ def test_a_keyword_of_another_library_is_told_ours(called: str, name: str) -> No
         ("attention", "cauzal", "causal, or another of the keywords mask, bias, causal, window, scale, softcap, dropout_p, sinks, return_lse"),
         ("attention", "s_aux", "sinks"),
         ("explain", "backward", "nothing, as an explanation always has both passes: its passes[1] is the backward one"),
-        ("explain", "cu_seqlens_q", "mask, an IntervalMask, as of dmattn.attention_varlen there is no explanation"),
+        ("explain", "cu_seqlens_q", "mask, an IntervalMask; calls of dmattn.attention_varlen are not explained"),
         (
             "explain",
             "processor",

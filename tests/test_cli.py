@@ -195,11 +195,17 @@ def test_explain_reads_leading_axes_as_attention_does(capsys):
         ([], "--query"),
         (["--query", "4,16,x,64"], "--query: expected sizes such as 4,16,4096,128, received 4,16,x,64"),
         (["--query", "-2,8,4,64"], "--query: expected sizes such as 4,16,4096,128, received -2,8,4,64"),
-        (["--query", "4,16,10,64", "--window", "-1,0"], "--window: expected LEFT,RIGHT such as 1023,0 or none,0, received -1,0"),
+        (
+            ["--query", "4,16,10,64", "--window", "-1,0"],
+            "--window: expected LEFT,RIGHT such as 1023,0 or none,0, or one number for both, received -1,0",
+        ),
         (["--query", "16,64"], "dmattn explain: error: query: expected at least 3 axes"),
         (["--query", "16,64", "--sinks"], "dmattn explain: error: query: expected at least 3 axes"),
         (["--query", "64", "--sinks"], "dmattn explain: error: query: expected at least 3 axes"),
-        (["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"], "--bias-pitch: expected a --bias whose rows are no longer"),
+        (
+            ["--query", "4,16,10,64", "--bias", "10,10", "--bias-pitch", "8"],
+            "--bias-pitch: expected a --bias with rows of at most 8 numbers, received rows of 10",
+        ),
         (["--query", "4,16,10,64", "--bias-table", "16,9", "--bias", "10,10"], "--bias-table: expected no --bias beside it, received (16, 9)"),
         (["--query", "4,16,10,64", "--bias-table", "16,9", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
         (
@@ -211,7 +217,10 @@ def test_explain_reads_leading_axes_as_attention_does(capsys):
         (["--query", "4,16,10,64", "--bias-table", "16,0"], "table: expected shape (R,) or (..., H, R), R from 1, received (16, 0)"),
         (["--query", "4,16,10,64", "--bias-zero", "4"], "--bias-zero: expected a --bias-table, received 4 alone"),
         (["--query", "4,16,10,64", "--bias-pitch", "16"], "--bias-pitch: expected a --bias"),
-        (["--query", "4,16,10,64", "--mask", "10,10", "--mask-pitch", "8"], "--mask-pitch: expected a --mask whose rows are no longer"),
+        (
+            ["--query", "4,16,10,64", "--mask", "10,10", "--mask-pitch", "8"],
+            "--mask-pitch: expected a --mask with rows of at most 8 numbers, received rows of 10",
+        ),
         (["--query", "4,16,10,64", "--mask-pitch", "16"], "--mask-pitch: expected a --mask"),
         (["--query", "4,16,10,64", "--key", "4,16,10,32"], "key: expected query's head dim 64, received 32"),
         (["--query", "4,16,10,64", "--window", "none"], "--window: expected LEFT,RIGHT"),

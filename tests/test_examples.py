@@ -41,7 +41,9 @@ def test_a_bias_is_recovered_from_outputs_and_drawn(tmp_path):
     assert run.returncode == 0, run.stderr
     before, after = map(float, re.findall(r"\d\.\d+", run.stdout))
     assert after < before / 2
-    assert not draws or target.read_bytes().startswith(b"\x89PNG")
+    if not draws:
+        pytest.skip("the picture needs matplotlib")
+    assert target.read_bytes().startswith(b"\x89PNG")
 
 
 def test_processes_that_share_a_sequence_train_as_one():

@@ -38,7 +38,7 @@ def add_call(parser: argparse.ArgumentParser) -> None:
         "--window",
         type=window,
         metavar="LEFT,RIGHT",
-        help="keys on each side of a query, or one number for both; 511,0: the last 512; none: no bound",
+        help="keys on each side of a query, or one number for both; 511,0: the last 512; none,0: all before it",
     )
     parser.add_argument("--scale", type=float, help="by default D ** -0.5")
     parser.add_argument("--softcap", type=float)
@@ -69,7 +69,8 @@ def described(options: argparse.Namespace, device: str) -> tuple[tuple[Any, Any,
         """The bias or mask, whose rows begin as many elements after one another as its pitch says."""
         shape, pitch = getattr(options, name), getattr(options, f"{name}_pitch")
         if pitch and (not shape or pitch < shape[-1]):
-            raise ValueError(f"dmattn: --{name}-pitch: expected a --{name} whose rows are no longer, received {pitch}")
+            received = f"rows of {shape[-1]}" if shape else f"no --{name}"
+            raise ValueError(f"dmattn: --{name}-pitch: expected a --{name} with rows of at most {pitch} numbers, received {received}")
         stored = tensor(shape and (*shape[:-1], pitch or shape[-1]), dtype)
         return stored if stored is None else stored[..., : shape[-1]]
 

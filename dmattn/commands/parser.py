@@ -115,7 +115,7 @@ def window(text: str) -> int | tuple[int | None, int | None]:
     """The sides of an option such as 1023,0 or none,0, or the one number of both."""
     sides = [None if side == "none" else int(side) if side.isdigit() else -1 for side in text.split(",")]
     if -1 in sides or len(sides) > 2 or sides == [None]:
-        raise argparse.ArgumentTypeError(f"expected LEFT,RIGHT such as 1023,0 or none,0, received {text}")
+        raise argparse.ArgumentTypeError(f"expected LEFT,RIGHT such as 1023,0 or none,0, or one number for both, received {text}")
     return (sides[0], sides[1]) if len(sides) == 2 else sides[0] or 0
 
 

@@ -326,11 +326,13 @@ def test_falcon_adds_alibi_once_and_says_so_where_its_own_attention_adds_it_twic
     own = model(**batch).logits
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        with integration.patched(model):
+            pass
         integration.patch(model)
         integration.patch(model)
     said = [str(warning.message) for warning in caught]
     assert [text.partition(";")[0] for text in said] == (
-        ['dmattn: model: a patched FalconAttention adds ALiBi once, as Transformers\' "sdpa" does'] if implementation == "eager" else []
+        2 * ['dmattn: model: a patched FalconAttention adds ALiBi once, as Transformers\' "sdpa" does'] if implementation == "eager" else []
     )
     assert all(Path(warning.filename) == Path(__file__) for warning in caught)
     patched = model(**batch).logits

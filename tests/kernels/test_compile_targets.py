@@ -62,10 +62,10 @@ SPILLED_IN = {
     "shared-bias-of-many-d128": 1024,
     "windows-of-49-mask-d32": 2048,
     "dense-bias-d256": 1024,
-    "fp32-d256": 2816,
     "decoding-fp32-d256": 768,
     "odd-lengths-d20": 1024,
 }
+SPILLED_ON = {("sm_90", "fp32-d256"): 2816}
 
 
 @pytest.mark.timeout(3600)  # minutes of compiling, many where other processes keep the processor busy
@@ -99,7 +99,7 @@ def test_kernels_compile_without_excess(target):
     assert modules == (expected if target == "sm_90" and hopper.GLUON else set())
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[target], row
-        assert row["spilled"] <= SPILLED_IN.get(row["case"], MOST_SPILLED), row
+        assert row["spilled"] <= (SPILLED_ON.get((target, row["case"])) or SPILLED_IN.get(row["case"], MOST_SPILLED)), row
         assert row["atomics"] == row["uneven"] == row["early"] == 0, row
         if row["module"].endswith("key_grad_intervals"):
             assert row["twice"] == 0, row

@@ -79,7 +79,7 @@ def patch(model: nn.Module) -> None:
         ValueError: no layer in `model` can be patched; or one that could has had its forward method replaced, or its configuration asks for
             attention weights.
     """
-    _swap(model)
+    _swap(model, stacklevel=3)
 
 
 def unpatch(model: nn.Module) -> None:
@@ -97,7 +97,7 @@ def unpatch(model: nn.Module) -> None:
 @contextmanager
 def patched(model: nn.Module) -> Iterator[None]:
     """:func:`patch` for the length of a ``with`` block; on leaving it, by an error too, the layers it patched are as they were."""
-    layers, owners = _swap(model)
+    layers, owners = _swap(model, stacklevel=4)  # behind contextlib
     try:
         yield
     finally:
@@ -177,8 +177,11 @@ def _modules(model: nn.Module) -> list[nn.Module]:
     return list(model.modules())
 
 
-def _swap(model: nn.Module) -> tuple[list[nn.Module], list[PreTrainedModel]]:
-    """Patch what is not patched yet; returns the layers, and the models whose configuration has got another implementation."""
+def _swap(model: nn.Module, stacklevel: int) -> tuple[list[nn.Module], list[PreTrainedModel]]:
+    """Patch what is not patched yet; returns the layers, and the models whose configuration has got another implementation.
+
+    Warnings are of the caller that is `stacklevel` functions away.
+    """
     modules = _modules(model)
     found: list[tuple[Any, Family]] = [(module, family) for module in modules if (family := _family(module)) is not None]
     if not found and not any(isinstance(module, _Patched) for module in modules):
@@ -194,7 +197,7 @@ def _swap(model: nn.Module) -> tuple[list[nn.Module], list[PreTrainedModel]]:
     if any(owner.config.output_attentions for owner in models if type(owner).__module__ in files):
         raise ValueError("dmattn: output_attentions: expected False in the configuration, as attention weights are never formed, received True")
     for what in dict.fromkeys(f"{type(layer).__name__} {what}" for layer, family in found if (what := family.differs(layer)) is not None):
-        warnings.warn(f"dmattn: model: a patched {what}", stacklevel=3)  # of patch(), before anything is changed: it may be an error
+        warnings.warn(f"dmattn: model: a patched {what}", stacklevel=stacklevel)  # before anything is changed: it may be an error
     reading = {type(layer).__module__ for layer, family in found if family.reads_mask}
     owners = []
     for owner in models:

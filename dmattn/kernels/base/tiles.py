@@ -13,7 +13,7 @@ from torch import Tensor
 from ...precision import dot_precision
 from ...problem import Problem
 from .device import device_family
-from .timed_tiles import FLOATS, FOUR_PROGRAMS, HEAD_DIMS, NARROW, THREE_PROGRAMS, Place, Tile, timed_tile
+from .timed_tiles import FLOATS, FOUR_PROGRAMS, HEAD_DIMS, NARROW, THREE_PROGRAMS, WHOLE, Place, Tile, timed_tile
 
 _NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip, and of what no kernel serves
 _NO_WHOLE_ROWS = ((256, _NOTHING_FITS),)
@@ -83,9 +83,10 @@ _WIDEST_DEFAULT = dict.fromkeys(("forward", "queries of d_bias", "split keys"), 
     "queries": Tile(16, 16, 4, 1),
     "bias": Tile(16, 32, 8, 1),
 }
-# float32 inputs, with products of parts. NVIDIA H200, 2026-11-28, on problems without a bias, with one of pairs and with documents: a second
-# stage costs up to head dim 64 (docs/history.md). On other GPUs they are those that spill least, untimed, and fit 99 KiB. A wide head is in
-# pieces of as many dims as a tile's last number.
+# float32 inputs, with products of parts. NVIDIA H200, 2026-11-28, on problems without a bias, with one of pairs and with documents
+# (docs/history.md): with a second stage nearly all kernels take longer, to head dim 32 up to 2.7 times as long. That of "queries" to head dim
+# 32 was not timed with pairs. On other GPUs they are those that spill least, untimed, and fit 99 KiB. A wide head is in pieces of as many dims
+# as a tile's last number.
 _FLOATS = {
     "sm_90": {
         "forward": ((64, Tile(64, 64, 4, 1)), (256, Tile(128, 64, 8, 1, 64))),
@@ -121,7 +122,9 @@ def pick(kernel: str, problem: Problem, is_frozen: bool = False) -> Tile:
     if crowded or problem.softcap is not None:
         tile = tile._replace(registers=0)
     if tile.block_m > 64 and (few_rows or (crowded and tile.warps == 4)):
-        tile = tile._replace(block_m=64, warps=4)
+        # Half of the warps have no registers for as many keys in pieces, but in the forward pass to head dim 128 (docs/history.md).
+        fewer = tile.dims < WHOLE and (kernel != "forward" or max(query.shape[3], problem.value.shape[3]) > 128)
+        tile = tile._replace(block_m=64, warps=4, block_n=min(32, tile.block_n) if fewer else tile.block_n)
     if kernel == "forward" and query.shape[2] <= FEW_ROWS and tile.warps == 4 and _may_have_few_rows(problem):
         tile = tile._replace(block_m=FEW_ROWS)
     return tile

@@ -38,6 +38,7 @@ NUMBERS = (NARROW, FLOATS)
 HEAD_DIMS = (32, 64, 128, 256)  # the largest of what a tile serves, padded to a power of two
 
 
+WHOLE = 512  # dims of a piece that is a whole head
 THREE_PROGRAMS, FOUR_PROGRAMS = 168, 128  # registers of a thread with which a processor has room for so many programs of 4 warps
 
 
@@ -51,7 +52,7 @@ class Tile(NamedTuple):
     block_n: int
     warps: int
     stages: int
-    dims: int = 512
+    dims: int = WHOLE
     registers: int = 0
 
 

@@ -38,6 +38,21 @@ def test_float32_products_are_not_split_on_amd(asked):
     assert find(("keys",), "hip", torch.float32, 64, 64) == Tile(32, 32, 4, 1)
 
 
+@pytest.mark.parametrize(
+    ("kernel", "head_dim", "tile"),
+    [
+        ("queries", 128, Tile(64, 32, 4, 1, 64)),
+        ("forward", 128, Tile(64, 64, 4, 1, 64)),
+        ("forward", 256, Tile(64, 32, 4, 1, 64)),
+    ],
+)
+def test_few_queries_of_float32_have_tiles_that_were_timed(monkeypatch, asked, kernel, head_dim, tile):
+    asked("bf16x6")
+    monkeypatch.setattr(tiles, "device_family", lambda device: "sm_90")
+    x = torch.empty(1, 1, 49, head_dim)
+    assert tiles.pick(kernel, Problem.canonical(x, x, x, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)) == tile
+
+
 def test_programs_that_need_registers_are_not_limited(monkeypatch):
     monkeypatch.setattr(tiles, "device_family", lambda device: "sm_90")
     x, mask = torch.empty(1, 1, 300, 64, dtype=torch.bfloat16), torch.ones(1, 1, 300, 300, dtype=torch.bool)

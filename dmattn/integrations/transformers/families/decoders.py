@@ -97,8 +97,8 @@ def falcon(
 
 
 def falcon_differs(layer: Any) -> str | None:
-    """Something where its own attention is eager, but in a model made of a patched one's configuration, of which patching said it."""
-    if not layer.config.alibi or layer.config._attn_implementation in ("sdpa", "dmattn_patched"):
+    """Where its own attention is eager, the number of times that ALiBi is added."""
+    if not layer.config.alibi or layer.config._attn_implementation != "eager":
         return None
     return 'adds ALiBi once, as Transformers\' "sdpa" does; without the patch its eager attention adds it twice, in scores and in its mask'
 
