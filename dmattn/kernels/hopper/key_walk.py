@@ -14,14 +14,20 @@ from .key_tile import BLOCK_N, add_tile, store_d_bias, turn_of
 
 @gluon.jit
 def add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr):
-    """(sums, step) after the tiles of queries in a range that no lists divide: open ones lie between others that may hide pairs."""
+    """(sums, step) after the tiles of queries in a range that no lists divide: open ones lie between others that may hide pairs.
+
+    Under a mask, which has lists unless there is but one tile, none is open.
+    """
     BLOCK_M: gl.constexpr = config.BLOCK_M
     rules, col = context.rules, context.col
     BLOCKS: gl.constexpr = config.BLOCKS
     own_begin, own_end = own_queries(rules.left, rules.right, seq, col, begin, end, BLOCK_M, BLOCK_N)
     step = _leave_out(context, seq, step, begin, own_begin, config)
     open_begin, open_end = open_queries(rules.left, rules.right, seq, col, own_begin, own_end, BLOCK_M, BLOCK_N)
-    if rules.right is not None or not config.EVEN_N:
+    MASKED: gl.constexpr = rules.mask is not None or rules.bits is not None
+    if MASKED:
+        open_begin, open_end = own_end, own_end
+    if rules.right is not None or MASKED or not config.EVEN_N:
         for start in range(own_begin, open_begin, BLOCK_M):
             sums = add_tile(context, seq, keys, sums, turn_of(step, config.STAGES, context.which, BLOCKS), start, config, EDGE=True)
             step += 1

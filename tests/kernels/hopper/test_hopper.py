@@ -501,6 +501,23 @@ def test_all_numbers_of_consumers_are_exact(
     assert not wrong, wrong
 
 
+ONE_TILE_OF_QUERIES = (
+    Case("padding-gqa-own-bias-64x64", 64, batch=3, heads=8, kv_heads=1, head_dim=256, mask="b11k", keep="padding", bias="bgqk"),
+    Case("padding-40x200", 40, 200, batch=3, heads=2, head_dim=192, mask="b11k", keep="padding"),
+    Case("mask-of-pairs-own-bias-64x128", 64, 128, heads=2, head_dim=160, mask="bhqk", keep="random", bias="bhqk"),
+    Case("mask-of-pairs-loaded-63x65", 63, 65, heads=2, head_dim=256, mask="b1qk", keep="random", causal=True),
+    Case("block-mask-64x192", 64, 192, heads=2, head_dim=256, mask="1hqk", keep="random", blocked=True),
+)
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", ONE_TILE_OF_QUERIES, ids=lambda case: case.name)
+def test_a_mask_hides_pairs_of_the_only_tile_of_queries(case: Case) -> None:
+    """No list names that tile for dK and dV; heads of other widths have the portable kernels to 64 queries."""
+    wrong = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
+    assert not wrong, wrong
+
+
 @needs_cuda
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_packed_sequences_by_all_numbers_of_consumers(consumers: int, monkeypatch: pytest.MonkeyPatch) -> None:
