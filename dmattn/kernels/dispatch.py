@@ -193,6 +193,7 @@ FORWARD = (
 KEYS_AND_VALUES = frozenset({D_KEY, D_VALUE})
 OF_KEYS = KEYS_AND_VALUES | {D_BIAS_OF_KEYS}
 OF_KEYS_AND_PAIRS = KEYS_AND_VALUES | {D_BIAS_OF_PAIRS}
+OF_TOKENS = KEYS_AND_VALUES | {D_QUERY}
 OF_QUERIES_AND_SHARED = frozenset({D_QUERY, D_BIAS_SHARED})
 GRADIENTS = OF_KEYS | {D_QUERY, D_BIAS_OF_PAIRS}
 TERMS = frozenset({QUERY_TERMS})
@@ -213,6 +214,14 @@ HOPPER_INTERVAL_KEYS = Row(
 )
 HOPPER_KEYS_AND_BIAS = HOPPER_KEYS._replace(
     name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_keys_and_bias, needs=D_SCORES
+)
+ONE_PASS = Row(
+    "Hopper, one pass",
+    OF_TOKENS | D_SCORES,
+    MASKS | PAIR_BIAS | WINDOW | EVERY | SOFTCAP,
+    plans.one_pass,
+    **WITH_COLUMNS,
+    needs=OF_TOKENS,
 )
 HOPPER_QUERY = Row(
     "Hopper: d_query",
@@ -251,6 +260,8 @@ BACKWARD = (
         **ON_HOPPER,
         needs=OF_QUERIES_AND_SHARED,
     ),
+    ONE_PASS,
+    _loading(ONE_PASS),
     # d_bias of pairs is stored beside d_key and d_value where it is dS, of which d_query is then the product.
     HOPPER_KEYS_AND_BIAS,
     _loading(HOPPER_KEYS_AND_BIAS),

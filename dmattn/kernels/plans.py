@@ -12,9 +12,10 @@ import triton
 
 from .base import tiles
 from .base.tiles import FEW_ROWS, Tile, block_dim
-from .features import INTERVALS, MASKS, PAIR_BIAS, named_family, named_feature
+from .features import INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
-from .hopper.copies import consumers_of
+from .hopper.backward_sizes import one_pass_sizes
+from .hopper.copies import NARROWEST, consumers_of
 from .hopper.resident import bias as hopper_resident
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
@@ -36,6 +37,7 @@ _PAIRWISE = frozenset({"mask of pairs", "block mask"})
 FEW_QUERIES = 64  # of which Hopper's kernels make one block: up to so many the portable kernels are no slower
 # NVIDIA H200, 2026-11-28: 64 queries and keys of head dim 160 forward 0.0157 instead of 0.0183 ms, backward 0.0337 instead of 0.0577.
 FEW_QUERIES_WIDE = 32  # of head dims over 128, though a second consumer is idle to 64
+LEAST_FILL = 0.8  # of the processors in all rounds, by (batch, head) that are one program each
 DIMS = (16, 32, 64, 128, 256)  # of heads, padded to powers of two, that Hopper's general kernels serve
 
 
@@ -264,6 +266,34 @@ def whole_rows(traits: Traits) -> Iterator[str | None]:
     sequences, fewest = traits.batch * traits.heads, portable_rows.PROGRAMS_PER_PROCESSOR * traits.processors
     if sequences < fewest:
         yield f"is for at least {fewest} (batch, head), not {sequences}"
+
+
+@joined
+def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
+    """All pairs of a (batch, head) are one program's, which keeps dQ on chip; so there must be many."""
+    stores = D_BIAS_OF_PAIRS in traits.wanted
+    yield _grouped(traits)
+    if stores and traits.bias is not None and traits.bias.dtype != traits.dtype:
+        yield f"stores d_bias in query's {word(traits.dtype)}, not {word(traits.bias.dtype)}"
+    if stores and traits.softcap is not None:
+        yield "makes no d_bias (..., Sq, Sk) beside a softcap, and it is wanted"
+    sizes = one_pass_sizes(
+        max(block_dim(traits.head_dim), block_dim(traits.value_dim), NARROWEST),
+        traits.len_q,
+        traits.len_k,
+        biased=traits.features >= PAIR_BIAS,
+        masked="mask of pairs" in traits.features,
+        hides=not traits.features.isdisjoint(MASKS | WINDOW),
+        stores=stores,
+    )
+    if sizes is None:
+        yield f"has no room on chip for {traits.len_q} queries with head dims {_dims(traits)}"
+    sequences = traits.batch * traits.heads
+    places = triton.cdiv(sequences, traits.processors) * traits.processors
+    if sequences < LEAST_FILL * places:
+        yield f"would leave many of {traits.processors} multiprocessors idle with {sequences} (batch, head)"
+    copied = (*(("d_bias",) if stores else ()), *(() if loads_pairs else ("mask",)))
+    yield _on_hopper(traits, (16, 32, 64), "d_out", *copied, loads_pairs=loads_pairs)
 
 
 @joined

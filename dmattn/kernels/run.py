@@ -20,6 +20,7 @@ from .hopper import bias_grad as hopper_bias_grad
 from .hopper import forward as hopper_forward
 from .hopper import key_grad as hopper_key_grad
 from .hopper import key_grad_intervals as hopper_key_grad_intervals
+from .hopper import one_pass as hopper_one_pass
 from .hopper import query_grad as hopper_query_grad
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.distances import spread_table
@@ -201,6 +202,10 @@ def _shared_query(call: Call, made: Made) -> None:
     hopper_shared_query_grad.query_and_bias_gradients(call.problem, call.incoming, made[D_QUERY], made[D_BIAS_SHARED])
 
 
+def _one_pass(call: Call, made: Made) -> None:
+    hopper_one_pass.all_gradients(call.problem, call.incoming, *_of_inputs(made), made.get(D_BIAS_OF_PAIRS))
+
+
 def _hopper_keys(call: Call, made: Made) -> None:
     hopper_key_grad.key_gradients(call.problem, call.incoming, call.spread_table, *_of_keys(made))
 
@@ -290,6 +295,8 @@ BACKWARD: dict[str, Callable[[Call, Made], None]] = {
     "Hopper, bias on chip: d_key, d_value": _resident_keys,
     "whole rows": _whole_rows,
     "Hopper: d_query, d_bias": _shared_query,
+    "Hopper, one pass": _one_pass,
+    "Hopper, one pass, pairs loaded": _one_pass,
     "Hopper: d_key, d_value, d_bias": _hopper_keys,
     "Hopper: d_key, d_value, d_bias, pairs loaded": _hopper_keys,
     "Hopper: d_key, d_value, d_bias by intervals": _hopper_interval_keys,

@@ -21,7 +21,7 @@ from .softmax import divisor2
 from .tiles import block_dim
 
 BLOCK = UNIT.value  # queries whose terms are copied together, and of a program where sequences are packed; a multiple of ROWS
-ROWS = 32  # queries of any other program
+ROWS = 32  # queries of any other program of head dims over 64, whose rows are long enough for so few
 STORED_COLUMNS = tl.constexpr(8)  # of term columns in memory; the copy engine fills up with 0
 FINITE = tl.constexpr(3e38)  # in bfloat16, too
 
@@ -126,7 +126,7 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
     """Make the terms of all queries of a `dmattn.problem.Problem`."""
     heads, len_q, value_dim = out.shape[1:]
     packed = packed_blocks(problem, BLOCK)
-    rows = ROWS if packed is None else BLOCK
+    rows = ROWS if packed is None and value_dim > 64 else BLOCK
     launch(
         _terms_kernel,
         count_blocks(problem, packed, rows) * heads,
@@ -140,7 +140,7 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
         VALUE_DIM=value_dim,
         BLOCK_M=rows,
         BLOCK_DV=block_dim(value_dim),
-        num_warps=4 * rows // ROWS,
+        num_warps=max(4, min(rows * block_dim(value_dim) // 1024, 16)),
         enable_fp_fusion=False,  # fused with the sum over lanes, a product is rounded in one lane and not in the next, which then race to store
     )
 

@@ -25,6 +25,7 @@ KEYS_OF_FEW, LENGTH_OF_ONE, LENGTH_OF_HALF = 512, 2048, 256
 # NVIDIA H200, 2026-11-27, causal: with 5 blocks a processor and more 3 to 12 % faster than two consumers, with 1.3 a tenth slower.
 BLOCKS_OF_THREE = 4  # of keys of three consumers, for each processor
 TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # of dQ: keys of a tile; tiles of keys, values and bias in shared memory
+ROOMS = range(2, 17, 2)  # of dQ: tiles that stay on chip
 
 
 class KeySizes(NamedTuple):
@@ -33,6 +34,17 @@ class KeySizes(NamedTuple):
     consumers: int  # of ROWS keys, each of its own or all of the same
     queries: int  # of a tile
     stages: int  # tiles of queries, dO and bias in shared memory
+    programs: int  # that share a processor
+
+
+class OnePassSizes(NamedTuple):
+    """Those of a launch for dQ, dK and dV at once."""
+
+    consumers: int  # of ROWS keys each
+    stages: int  # tiles of queries, dO and bias in shared memory
+    key_stages: int  # blocks of keys and values there
+    d_scores: int  # tiles of dS there
+    rooms: int  # tiles of dQ there
     programs: int  # that share a processor
 
 
@@ -121,6 +133,24 @@ def query_sizes(problem: Problem) -> QuerySizes:
     of_key = 2 * dims + described + (2 * consumers * ROWS if problem.pair_bias is not None else 0)
     keys, stages = next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= room(programs))
     return QuerySizes(consumers, keys, stages, programs)
+
+
+def one_pass_sizes(width: int, len_q: int, len_k: int, *, biased: bool, masked: bool, hides: bool, stores: bool) -> OnePassSizes | None:
+    """Those of a (batch, head) whose head dims are padded to a width; None where it does not fit on chip.
+
+    `biased` and `masked`: there is a bias or a mask of pairs; `hides`: pairs are hidden; `stores`: dBias is stored.
+    """
+    rooms = next((rooms for rooms in ROOMS if rooms * ROWS >= len_q), None)
+    if rooms is None or width > PANEL.value:
+        return None
+    tile, block = 2 * ROWS * width, ROWS * ROWS
+    for consumers in (3, 2) if width < PANEL.value and len_k % (3 * ROWS) == 0 and not hides else (2,):
+        beside = 2 * rooms * tile + (2 * block if hides and stores else 0) + (4 * ROWS * COLUMNS.value if consumers == 3 else 0)
+        stage = 2 * tile + 2 * ROWS * COLUMNS.value + consumers * block * (2 * biased + masked)
+        for key_stages, d_scores in ((2, 2), (1, 2), (1, 1)):
+            if beside + 2 * key_stages * consumers * tile + 2 * d_scores * consumers * block + STAGES * stage <= room():
+                return OnePassSizes(consumers, STAGES, key_stages, d_scores, rooms, 1)
+    return None
 
 
 def _stages_beside(problem: Problem, d_bias: Tensor | None, queries: int) -> int:

@@ -27,7 +27,7 @@ from ..base.place import place_keys, wave_of
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..portable.group_parts import GroupParts, numbers_of, part_of_group, under_part
-from ..visits.walk import query_lists, query_range, query_step
+from ..visits.walk import query_lists, query_range
 from .addressing import copyable
 from .backward_sizes import key_sizes
 from .bias_columns import allocate_columns, ones_for_columns, ones_in_registers, store_bias_columns
@@ -38,14 +38,10 @@ from .copies import (
     allocate_tiles,
     backward_dims,
     consumer_registers,
-    copied_dims,
-    copy_tile,
     is_descriptor,
     launch_registers,
     pieces,
-    place_of_queries,
     product_layout,
-    stage_of,
     tiled,
     tiled_mask,
     whole_of,
@@ -65,18 +61,15 @@ from .key_tile import (
     Sums,
     Tiles,
     Work,
-    add_tile,
     copy_keys,
-    copy_pairs,
     no_lane_sums,
     no_sums,
     store_d_bias,
-    turn_of,
     uniform_bias_of,
 )
-from .key_walk import add_range
+from .key_walk import add_queries, copy_queries
 from .registers import sums_of_lanes
-from .term_tiles import allocate_terms, are_columns, copy_terms, tiled_terms
+from .term_tiles import allocate_terms, are_columns, tiled_terms
 
 REGISTERS_WITH_ONES = gl.constexpr(200)  # of a consumer that has room for the ones that term columns meet
 
@@ -240,37 +233,9 @@ def _allocate_d_bias(d_bias, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr):
 @gluon.jit
 def _produce(sources, tiles, barriers, rules, work, config: gl.constexpr):
     """Copy tiles of queries, bias, mask and dO to shared memory, as far ahead as there are free stages."""
-    BLOCK_M: gl.constexpr = config.BLOCK_M
-    BLOCKS: gl.constexpr = config.BLOCKS
-    STAGES: gl.constexpr = config.STAGES
-    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * sources.bias.block_type.nbytes
-    Q_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM) + sources.terms.block_type.nbytes + BIAS_BYTES
-    D_OUT_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM_V)
-    col = work.col
     step = 0
     for head in range(work.seq.head, work.seq.head + work.heads):
-        this = under_head(work.seq, head)
-        begin, end, full_end = query_range(rules, this, Span(col, 0, None), BLOCK_M, BLOCKS * BLOCK_N)
-        for position in range(begin, full_end, BLOCK_M):
-            start = query_step(rules, this, Span(col, 0, None), position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
-            stage, phase = stage_of(step, STAGES)
-            mbarrier.wait(barriers.free.index(stage), phase ^ 1)
-            q_full = barriers.q_full.index(stage)
-            mbarrier.expect(q_full, Q_BYTES)
-            entry, row = place_of_queries(this, start)
-            copy_tile(sources.q, entry, head, row, q_full, tiles.q, stage, config.DIM)
-            copy_terms(sources.terms, this, head, start, q_full, tiles.terms.index(stage))
-            if sources.bias is not None:
-                copy_pairs(sources.bias, rules.bias, this, start, col, q_full, tiles.bias, stage, BLOCKS)
-            if sources.mask is None:
-                mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
-            elif position < end:
-                mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES + BLOCKS * sources.mask.block_type.nbytes)
-                copy_pairs(sources.mask, rules.mask, this, start, col, barriers.d_out_full.index(stage), tiles.mask, stage, BLOCKS)
-            else:
-                mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
-            copy_tile(sources.d_out, entry, head, row, barriers.d_out_full.index(stage), tiles.d_out, stage, config.DIM_V)
-            step += 1
+        step = copy_queries(sources, tiles, barriers, rules, under_head(work.seq, head), work.col, step, config)
 
 
 @gluon.jit
@@ -278,7 +243,6 @@ def _consume(tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, work, whi
     """The gradients of BLOCK_N of the program's keys, in place `which`; of one block for two the first makes dV, the second all else."""
     BLOCK_M: gl.constexpr = config.BLOCK_M
     BLOCKS: gl.constexpr = config.BLOCKS
-    STAGES: gl.constexpr = config.STAGES
     OF_SCORES: gl.constexpr = BLOCKS == config.CONSUMERS or which == 0
     OF_D_SCORES: gl.constexpr = BLOCKS == config.CONSUMERS or which == 1
     own: gl.constexpr = which if BLOCKS == config.CONSUMERS else 0
@@ -305,17 +269,7 @@ def _consume(tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, work, whi
         if OF_SCORES and rules.bias_by_key is not None:
             store_bias_columns(context.bias_columns, rules, this, col)
         begin, end, full_end = query_range(rules, this, owner, BLOCK_M, BLOCKS * BLOCK_N)
-        if rules.lists is None:
-            sums, step = add_range(context, this, keys, sums, step, begin, end, config)
-        else:
-            for position in range(begin, end, BLOCK_M):
-                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, config, EDGE=True)
-                step += 1
-            for position in range(end, full_end, BLOCK_M):
-                start = query_step(rules, this, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
-                sums = add_tile(context, this, keys, sums, turn_of(step, STAGES, own, BLOCKS), start, config, EDGE=False)
-                step += 1
+        sums, step = add_queries(context, this, keys, sums, step, owner, begin, end, full_end, config)
         if results.d_bias is not None and rules.lists is None and rules.ends is None:
             zeros = gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M))
             for start in range(0, begin, BLOCK_M):

@@ -68,6 +68,7 @@ class Tiles(NamedTuple):
     mask: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     d_bias: Any = None  # [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
     p: Any = None  # [BLOCK_N, BLOCK_M]: probabilities, of the consumer that makes dV for that which makes dK, if there are two such
+    ds: Any = None  # [D_SCORES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]: dS on its way to dQ, where one kernel makes all three gradients
 
 
 class Ones(NamedTuple):
@@ -86,6 +87,9 @@ class Barriers(NamedTuple):
     d_out_full: Any  # [STAGES, 1], of dO and mask
     free: Any  # [STAGES, 1], of all tiles of a stage
     p: Any = None  # [2, 1]: there is room for probabilities; they are there
+    kv_free: Any = None  # as kv_full, where a program has one block of keys after the other
+    ds_full: Any = None  # [D_SCORES, 1], of dS on its way to dQ
+    ds_free: Any = None  # the same
 
 
 class Sources(NamedTuple):
@@ -151,13 +155,13 @@ class Turn(NamedTuple):
 
 
 @gluon.jit
-def copy_keys(k, v, work, kv_head, full, tiles, config: gl.constexpr, BLOCKS: gl.constexpr = 1):
-    """Copy a program's keys and values, of so many blocks, which stay."""
+def copy_keys(k, v, work, kv_head, full, tiles, config: gl.constexpr, BLOCKS: gl.constexpr = 1, stage=0):
+    """Copy a program's keys and values, of so many blocks, which stay; where one such place follows the other, to that of a stage."""
     mbarrier.expect(full, BLOCKS * 2 * BLOCK_N * (copied_dims(config.DIM) + copied_dims(config.DIM_V)))
     entry, first = place_of_keys(work.seq, work.col)
     for i in gl.static_range(BLOCKS):
-        copy_tile(k, entry, kv_head, first + i * BLOCK_N, full, tiles.k, i, config.DIM)
-        copy_tile(v, entry, kv_head, first + i * BLOCK_N, full, tiles.v, i, config.DIM_V)
+        copy_tile(k, entry, kv_head, first + i * BLOCK_N, full, tiles.k, stage * BLOCKS + i, config.DIM)
+        copy_tile(v, entry, kv_head, first + i * BLOCK_N, full, tiles.v, stage * BLOCKS + i, config.DIM_V)
 
 
 @gluon.jit
@@ -304,8 +308,10 @@ def _added(context, seq, sums, turn, start, p, slope, d_p, config: gl.constexpr)
         d_p = warpgroup_mma_wait(0 if results.d_v is None else len(dv), [d_p])
         ds = p * (d_p - delta_rows)
         if results.d_k is not None:
-            through = ds if slope is None or results.d_bias is None else ds * slope
-            dk = _times_rows(through.to(tiles.q.dtype), column_pieces(tiles.q, turn.stage, config.DIM), dk)
+            through = (ds if slope is None or results.d_bias is None else ds * slope).to(tiles.q.dtype)
+            dk = _times_rows(through, column_pieces(tiles.q, turn.stage, config.DIM), dk)
+            if tiles.ds is not None:
+                leave_d_scores(context, turn.number, through)
         if results.key_sums is not None:
             lanes += lane_sums(ds)
             if results.d_k is None:
@@ -380,6 +386,19 @@ def store_d_bias(context, seq, start, ds):
         pointers = slice_pointer(d_bias, seq) + gl.cast(context.col, gl.int64) * d_bias.col
         pointers = (pointers + (start + rows).to(gl.int64) * d_bias.row) + cols * d_bias.col
         gl.store(pointers, rows_down.load(LAYOUT), mask=(rows < seq.len_q - start) & (cols < seq.len_k - context.col))
+
+
+@gluon.jit
+def leave_d_scores(context, number, ds):
+    """dS of a tile by its number, keys down and rounded, to where the program's other part adds dS K to dQ."""
+    tiles, barriers = context.tiles, context.barriers
+    stage, phase = stage_of(number, barriers.ds_full.shape[0])
+    mbarrier.wait(barriers.ds_free.index(stage), phase ^ 1)
+    CONSUMERS: gl.constexpr = tiles.ds.shape[0] // barriers.ds_full.shape[0]
+    tile = tiles.ds.index(stage * CONSUMERS + context.which)
+    tile.reshape([tile.shape[2], tile.shape[3]]).permute((1, 0)).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(barriers.ds_full.index(stage), count=1)
 
 
 @gluon.jit

@@ -1,19 +1,75 @@
-"""The queries that a consumer of dK and dV walks where no lists divide them: open tiles lie between others that may hide pairs."""
+"""The tiles of queries that a block of keys visits: how the producer of dK and dV copies them, and how a consumer walks them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..base.distances import inner_steps, outer_places
+from ..base.layout import Span
 from ..base.rules import place_of_first
 from ..base.window import next_step, open_queries, own_queries
-from .copies import product_layout, stage_of
+from ..visits.walk import query_range, query_step
+from .copies import copied_dims, copy_tile, place_of_queries, product_layout, stage_of
 from .distances import end_numbers
-from .key_tile import BLOCK_N, add_tile, store_d_bias, turn_of
+from .key_tile import BLOCK_N, add_tile, copy_pairs, leave_d_scores, store_d_bias, turn_of
+from .term_tiles import copy_terms
 
 
 @gluon.jit
-def add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr):
+def copy_queries(sources, tiles, barriers, rules, seq, col, step, config: gl.constexpr):
+    """The step after the tiles of queries that a program's block of keys visits, with dO, terms, bias and mask: the producer's part."""
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    BLOCKS: gl.constexpr = config.BLOCKS
+    BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * sources.bias.block_type.nbytes
+    Q_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM) + sources.terms.block_type.nbytes + BIAS_BYTES
+    D_OUT_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM_V)
+    begin, end, full_end = query_range(rules, seq, Span(col, 0, None), BLOCK_M, BLOCKS * BLOCK_N)
+    for position in range(begin, full_end, BLOCK_M):
+        start = query_step(rules, seq, Span(col, 0, None), position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
+        stage, phase = stage_of(step, config.STAGES)
+        mbarrier.wait(barriers.free.index(stage), phase ^ 1)
+        q_full = barriers.q_full.index(stage)
+        mbarrier.expect(q_full, Q_BYTES)
+        entry, row = place_of_queries(seq, start)
+        copy_tile(sources.q, entry, seq.head, row, q_full, tiles.q, stage, config.DIM)
+        copy_terms(sources.terms, seq, seq.head, start, q_full, tiles.terms.index(stage))
+        if sources.bias is not None:
+            copy_pairs(sources.bias, rules.bias, seq, start, col, q_full, tiles.bias, stage, BLOCKS)
+        if sources.mask is None:
+            mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
+        elif position < end:
+            mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES + BLOCKS * sources.mask.block_type.nbytes)
+            copy_pairs(sources.mask, rules.mask, seq, start, col, barriers.d_out_full.index(stage), tiles.mask, stage, BLOCKS)
+        else:
+            mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
+        copy_tile(sources.d_out, entry, seq.head, row, barriers.d_out_full.index(stage), tiles.d_out, stage, config.DIM_V)
+        step += 1
+    return step
+
+
+@gluon.jit
+def add_queries(context, seq, keys, sums, step, owner, begin, end, full_end, config: gl.constexpr):
+    """(sums, step) after the tiles of queries that a program's block of keys, the `owner`, visits (`query_range`): a consumer's part."""
+    BLOCK_M: gl.constexpr = config.BLOCK_M
+    BLOCKS: gl.constexpr = config.BLOCKS
+    STAGES: gl.constexpr = config.STAGES
+    rules, which = context.rules, context.which
+    if rules.lists is None:
+        sums, step = _add_range(context, seq, keys, sums, step, begin, end, config)
+    else:
+        for position in range(begin, end, BLOCK_M):
+            start = query_step(rules, seq, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
+            sums = add_tile(context, seq, keys, sums, turn_of(step, STAGES, which, BLOCKS), start, config, EDGE=True)
+            step += 1
+        for position in range(end, full_end, BLOCK_M):
+            start = query_step(rules, seq, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
+            sums = add_tile(context, seq, keys, sums, turn_of(step, STAGES, which, BLOCKS), start, config, EDGE=False)
+            step += 1
+    return sums, step
+
+
+@gluon.jit
+def _add_range(context, seq, keys, sums, step, begin, end, config: gl.constexpr):
     """(sums, step) after the tiles of queries in a range that no lists divide: open ones lie between others that may hide pairs.
 
     Under a mask, which has lists unless there is but one tile, none is open.
@@ -60,6 +116,8 @@ def _leave_out(context, seq, step, begin, end, config: gl.constexpr):
             mbarrier.arrive(barriers.free.index(stage), count=1)
             if context.results.d_bias is not None:
                 store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))
+            if context.tiles.ds is not None:
+                leave_d_scores(context, step, gl.full([BLOCK_N, BLOCK_M], 0.0, context.tiles.ds.dtype, product_layout(BLOCK_M)))
             step += 1
     return step
 
