@@ -251,6 +251,8 @@ BACKWARD = (
         **ON_HOPPER,
     ),
     Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | EVERY, plans.resident_backward, **ON_HOPPER),
+    ONE_PASS,
+    _loading(ONE_PASS),
     Row("whole rows", GRADIENTS, MASKS | BIASES | EVERY | {LEADING_IN_RUNS}, plans.whole_rows, reads=AS_DELTA),
     Row(
         "Hopper: d_query, d_bias",
@@ -260,8 +262,6 @@ BACKWARD = (
         **ON_HOPPER,
         needs=OF_QUERIES_AND_SHARED,
     ),
-    ONE_PASS,
-    _loading(ONE_PASS),
     # d_bias of pairs is stored beside d_key and d_value where it is dS, of which d_query is then the product.
     HOPPER_KEYS_AND_BIAS,
     _loading(HOPPER_KEYS_AND_BIAS),

@@ -292,6 +292,8 @@ def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     places = triton.cdiv(sequences, traits.processors) * traits.processors
     if sequences < LEAST_FILL * places:
         yield f"would leave many of {traits.processors} multiprocessors idle with {sequences} (batch, head)"
+    if max(traits.head_dim, traits.value_dim) <= 16 and "mask of keys" in traits.features and whole_rows(traits) is None:
+        yield 'leaves head dims to 16 beside a mask (..., 1, Sk) to "whole rows", which is faster'
     copied = (*(("d_bias",) if stores else ()), *(() if loads_pairs else ("mask",)))
     yield _on_hopper(traits, (16, 32, 64), "d_out", *copied, loads_pairs=loads_pairs)
 

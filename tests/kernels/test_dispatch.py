@@ -84,6 +84,10 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
         "Hopper: d_query",
         {D_QUERY: given["d_q"], END_SUMS: given["end_sums"]} | of_terms(given["stored"]),
     ),
+    "hopper.one_pass._one_pass_kernel": lambda given: (
+        "Hopper, one pass",
+        {D_QUERY: given["d_q"], D_KEY: given["d_k"], D_VALUE: given["d_v"], D_BIAS_OF_PAIRS: given["d_bias"]},
+    ),
     "hopper.shared_query_grad._query_gradients_kernel": lambda given: (
         "Hopper: d_query, d_bias",
         {D_QUERY: given["d_q"], D_BIAS_SHARED: given["d_bias"]},
@@ -224,6 +228,7 @@ SHARED = dict(features=frozenset({"bias of pairs"}), bias=Bias(BF16, 1, 4))
 DENSE = PLAIN._replace(
     features=frozenset({"bias of pairs"}), bias=Bias(BF16, 2, 4), wanted=frozenset({D_QUERY, D_KEY, D_VALUE, D_BIAS_OF_PAIRS})
 )
+ONE_PASS = NARROW._replace(wanted=frozenset({D_QUERY, D_KEY, D_VALUE}))
 FOUR = PLAIN._replace(batch=4, heads=16, kv_heads=16, head_dim=64, value_dim=64, **SHARED | dict(bias=Bias(BF16, 1, 16)))
 INTERVALS = frozenset({"intervals"})
 UNCOPYABLE = dict(uncopyable=(("bias", "rows of bias"), ("d_bias", "rows of d_bias")))
@@ -239,6 +244,8 @@ BACKWARD_SERVED = {
     "one tile": NARROW._replace(len_q=49, len_k=49),
     "Hopper, bias on chip: d_query, d_bias": NARROW._replace(**SHARED),
     "Hopper, bias on chip: d_key, d_value": NARROW._replace(**SHARED),
+    "Hopper, one pass": ONE_PASS,
+    "Hopper, one pass, pairs loaded": ONE_PASS._replace(**SHARED, **UNCOPYABLE),
     "whole rows": NARROW,
     "Hopper: d_query, d_bias": FOUR,
     "Hopper: d_key, d_value, d_bias": DENSE,
@@ -348,6 +355,16 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(kv_heads=2), "needs as many heads of keys as of queries, not 2 for 4"),
     ("backward: Hopper, bias on chip: d_key, d_value", dict(uncopyable=(("d_query", "rows of d_query"),)), "rows of d_query"),
     ("backward: portable: d_query, d_bias", dict(dtype=FP32), "is for float16 and bfloat16: in float32 the sums of dO * O have a kernel of their own"),
+    ("backward: Hopper, one pass", dict(kv_heads=2), "needs as many heads of keys as of queries, not 2 for 4"),
+    ("backward: Hopper, one pass", dict(features=frozenset({"bias of keys"})), "does not serve a bias (..., 1, Sk)"),
+    ("backward: Hopper, one pass", dict(features=DENSE.features, bias=Bias(FP16, 300, 4), wanted=DENSE.wanted), "stores d_bias in query's bfloat16, not float16"),
+    ("backward: Hopper, one pass", dict(features=DENSE.features | {"softcap"}, bias=Bias(BF16, 300, 4), wanted=DENSE.wanted, softcap=9.0), "makes no d_bias (..., Sq, Sk) beside a softcap"),
+    ("backward: Hopper, one pass", dict(len_q=1025), "has no room on chip for 1025 queries with head dims 32 of queries and 32 of values"),
+    ("backward: Hopper, one pass", dict(head_dim=64, value_dim=64, len_q=513), "has no room on chip for 513 queries with head dims 64 of queries and 64 of values"),
+    ("backward: Hopper, one pass", dict(batch=40), "would leave many of 132 multiprocessors idle with 160 (batch, head)"),
+    ("backward: Hopper, one pass", dict(head_dim=16, value_dim=16, features=frozenset({"mask of keys"})), 'leaves head dims to 16 beside a mask (..., 1, Sk) to "whole rows"'),
+    ("backward: Hopper, one pass", dict(uncopyable=(("mask", "rows of mask"),)), "rows of mask"),
+    ("backward: Hopper, one pass, pairs loaded", dict(features=DENSE.features, wanted=DENSE.wanted), "rows of d_bias"),
     ("backward: whole rows", dict(kv_heads=2), "needs as many heads of keys as of queries, not 2 for 4"),
     ("backward: whole rows", dict(family="sm_100"), "does not serve bfloat16 with head dims 32 of queries and 32 of values on sm_100"),
     ("backward: whole rows", dict(head_dim=64), "does not serve bfloat16 with head dims 64 of queries and 32 of values on sm_90"),
