@@ -4,6 +4,7 @@ python tests/compile_report.py sm_90        prints a table, one line per kernel:
 python tests/compile_report.py gfx942 --json
 python tests/compile_report.py sm_80 --fewer   compiles few launches that have all types of tensors and constants of each argument that any has
 python tests/compile_report.py gfx942 --fewest compiles fewer, in which all constants are
+python tests/compile_report.py sm_90 --beside  compiles what --fewer would, but what it compiles for sm_80 too once of each kernel
 python tests/compile_report.py sm_100 --once   compiles each kernel for the first launch that has it
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
@@ -13,6 +14,7 @@ would have. One process per target, and under it one per compilation.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import multiprocessing
@@ -282,6 +284,7 @@ class Compiler:
         self.running[receiving] = row, process
 
     def compile_here(self, function: jit.JITFunction, arguments: tuple, results: Connection) -> None:
+        gc.disable()  # it would look through all that the process was forked with, and copy it by that
         with contextlib.redirect_stdout(io.StringIO()) as log:
             compiled = self.compile(function, *arguments)
         results.send({"hash": compiled.hash, **measures(compiled, log.getvalue(), self.target)})
@@ -417,7 +420,20 @@ def launch_all(compiler: Compiler) -> None:
         kernels.factor_gradients((columns, columns), (factors, factors), form, 32)
 
 
-CHOSEN = {"all": list, "fewer": covers.fewer, "fewest": covers.fewest, "once": covers.first_of_each_kernel}
+def noted(name: str) -> covers.Launches:
+    """The launches for a target, none of which is compiled."""
+    with Compiler(gpu_target(name)) as compiler:
+        launch_all(compiler)
+    return compiler.launches
+
+
+CHOSEN = {
+    "all": list,
+    "fewer": covers.fewer,
+    "fewest": covers.fewest,
+    "beside": lambda launches: covers.beside(launches, noted("sm_80")),
+    "once": covers.first_of_each_kernel,
+}
 
 
 def report(name: str, which: str = "all") -> list[dict[str, Any]]:
@@ -425,11 +441,10 @@ def report(name: str, which: str = "all") -> list[dict[str, Any]]:
 
     A record has `ended`, the exit status, and no numbers where the compiler broke off.
     """
-    with Compiler(gpu_target(name)) as noting:
-        launch_all(noting)
-    with Compiler(gpu_target(name), CHOSEN[which](noting.launches)) as compiler:
+    launches = noted(name)
+    with Compiler(gpu_target(name), CHOSEN[which](launches)) as compiler:
         launch_all(compiler)
-    assert list(compiler.launches) == list(noting.launches)
+    assert list(compiler.launches) == list(launches)
     by_hash: dict[Any, dict[str, Any]] = {}  # different keys may compile the same
     for number, row in enumerate(compiler.rows):
         by_hash.setdefault(row.pop("hash", number), {"target": name, **row})

@@ -11,6 +11,8 @@ BLOCKS = {"HEAD_DIM": "BLOCK_D", "VALUE_DIM": "BLOCK_DV"}
 """In which block a head dim is padded, or cut to pieces."""
 PANELS = {"DIM": 64, "DIM_V": 64}
 """Kernels for Hopper have no such block: they copy a head dim in panels of so many columns."""
+ONE_AXIS = 8
+"""So many parts a tensor has at most that has one axis before its heads; with more axes it has more parts."""
 
 
 def fewer(launches: Launches) -> list[tuple]:
@@ -22,13 +24,14 @@ def fewer(launches: Launches) -> list[tuple]:
 
 
 def fewest(launches: Launches) -> list[tuple]:
-    """Every constant is compiled, but not every type, as another target has the same kernels with these; that is not so of Hopper's own."""
-    sets = {launch: code_of(launch[0], *given) for launch, given in launches.items()}
-    return cover({launch: found if is_hoppers(launch[0]) else {each for each in found if is_named(*each)} for launch, found in sets.items()})
+    """Every constant is compiled, but not every type, as another target has the same kernels with these."""
+    return cover({launch: {each for each in code_of(launch[0], *given) if is_named(*each)} for launch, given in launches.items()})
 
 
-def is_hoppers(function: Any) -> bool:
-    return ".hopper." in function.fn.__module__
+def beside(launches: Launches, others: Launches) -> list[tuple]:
+    """What `fewer` has of these launches and not of those of another target is compiled, so kernels of this one alone as there, others once."""
+    known = {each for launch, given in others.items() for each in code_of(launch[0], *given)}
+    return cover({launch: code_of(launch[0], *given) - known | {(launch[0], "at all")} for launch, given in launches.items()})
 
 
 def is_named(function: Any, name: Any, *_: Any) -> bool:
@@ -58,25 +61,28 @@ def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
 
 
 def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
-    """What decides which code a launch has: Triton takes an integer of 1 for a constant, too, and those of large tensors for 64 bits.
+    """What decides which code a launch has, but not integers: Triton takes one of 1 for a constant, and those of large tensors for 64 bits.
 
-    Kernels tell tuples by their lengths. Of a head dim they ask how many blocks or panels it has, and whether these are whole.
+    Kernels tell tuples by their lengths. Of a head dim they ask how many blocks or panels it has, and whether these are whole. Float16 is
+    another type of as many bits as bfloat16, and several axes before the heads are other addresses: of both a kernel has one launch, not one
+    for each tensor. The tile of a descriptor follows from the constants.
     """
-    found = {(*path, brief(kind)) for *path, kind in types(signature) if path and kind != "constexpr"}
+    found = set()
+    for *path, kind in types(signature):
+        if isinstance(kind, int) and kind > ONE_AXIS:
+            found.add(("several axes",))
+        elif path and kind not in ("constexpr", "i32", "i64"):
+            kind = str(kind).partition("[")[0]
+            found |= {(*path, kind.replace("fp16", "bf16"))} | ({("float16",)} if "fp16" in kind else set())
     named = {function.arg_names[place]: constant for (place, *within), constant in constants.items() if not within}
     for (place, *within), constant in constants.items():
         name = function.arg_names[place]
         block = named.get(BLOCKS.get(name), PANELS.get(name))
         if block is not None:
             found.add((name, constant % block == 0, -(-constant // block)))
-        else:
-            found.add((name, *within, "integer" if type(constant) is int and (within or name in BLOCKS) else repr(constant)))
+        elif type(constant) is not int or (name.isupper() and not within and name not in BLOCKS):
+            found.add((name, *within, repr(constant)))
     return {(function, *each) for each in found}
-
-
-def brief(kind: str | int) -> str:
-    """The type of an argument, or how many a tuple has."""
-    return f"of {kind}" if isinstance(kind, int) else "integer" if kind in ("i32", "i64") else kind
 
 
 def types(signature: Any, *path: Any) -> Iterator[tuple]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
-from covers import fewer, fewest
+from covers import beside, fewer, fewest
 
 from dmattn.execution.backend import interpreting
 
@@ -19,9 +19,7 @@ class Kernel(NamedTuple):
 
 
 ARGUMENTS = ("q", "length", "HEAD_DIM", "BLOCK_D")
-KERNEL, HOPPERS = (
-    Kernel(ARGUMENTS, type("fn", (), {"__module__": f"dmattn.kernels.{name}"})) for name in ("portable.forward", "hopper.forward")
-)
+KERNEL, OTHER = (Kernel(ARGUMENTS, type("fn", (), {"__module__": f"dmattn.kernels.{name}"})) for name in ("forward", "key_grad"))
 
 
 def launch(q: tuple[str, ...] | str = ("*bf16", "i64", "constexpr"), length: str = "i32", head_dim: int = 64, block: int = 64) -> Launch:
@@ -49,7 +47,6 @@ CONSTANTS = [
 @pytest.mark.parametrize("other", [*TYPES, *CONSTANTS])
 def test_what_kernels_ask_for_is_compiled(other: Launch) -> None:
     assert chosen(fewer, launch(), other) == chosen(fewer, other, launch()) == [0, 1]
-    assert chosen(fewest, launch(), other, of=HOPPERS) == [0, 1]
 
 
 @pytest.mark.parametrize("other", CONSTANTS)
@@ -71,3 +68,24 @@ def test_sizes_of_integers_are_left_out(choose: object, other: Launch) -> None:
 @pytest.mark.parametrize("choose", [fewer, fewest])
 def test_head_dims_in_as_many_blocks_are_one(choose: object) -> None:
     assert len(chosen(choose, launch(head_dim=40), launch(head_dim=48))) == 1
+
+
+def tensor(dtype: str = "*bf16", axes: int = 1) -> tuple:
+    """The types of a tensor with its strides, those of the axes before its heads last."""
+    return dtype, "i64", ("i64",) * (1 if axes == 1 else 9)
+
+
+@pytest.mark.parametrize("other", [tensor("*fp16"), tensor(axes=2)])
+def test_float16_and_several_axes_are_one_launch_of_a_kernel(other: tuple) -> None:
+    """Not one for each tensor."""
+    plain, first, second = ({"q": q, "length": length} for q, length in ((tensor(), tensor()), (other, tensor()), (tensor(), other)))
+    found = chosen(fewer, *((each, {(2,): 64, (3,): 64}) for each in (plain, first, second)))
+    assert set(found) - {0} in ({1}, {2})
+
+
+@pytest.mark.parametrize("other", [*TYPES, *CONSTANTS])
+def test_beside_another_target_what_it_has_not_is_compiled(other: Launch) -> None:
+    launches = {(KERNEL, 0): launch(), (KERNEL, 1): other, (OTHER, 2): launch(), (OTHER, 3): other}
+    found = beside(launches, {(KERNEL, 0): launch()})
+    assert {key for _, key in found} == {1, 2, 3}, "the kernel that is not known is compiled as fewer would"
+    assert len(beside(launches, launches)) == 2, "each kernel once"
