@@ -19,6 +19,7 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import needs_cuda
+from forks import in_processes
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dmattn.bench.peers import by_heads
@@ -32,16 +33,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(script: str, directory: Path, *arguments: str) -> tuple[int, list[str], dict]:
-    """Exit code, printed lines and the result file of a script started in `directory`."""
-    target = directory / "result.json"
-    command = [sys.executable, str(BENCHMARKS / script), "--device", "cpu", "--json", str(target), *arguments]
-    done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
-    assert target.exists(), done.stderr
-    return done.returncode, done.stdout.splitlines(), json.loads(target.read_text())
-
-
-def run_here(script: str, directory: Path, *arguments: str) -> tuple[int, list[str], dict]:
-    """The same in this process, for a script that another test starts: a process imports PyTorch for seconds."""
+    """Exit code, printed lines and the result file of a script that runs in `directory`, in this process: another imports PyTorch for seconds."""
     target, printed = directory / "result.json", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
         patch.setattr(sys, "argv", [str(BENCHMARKS / script), "--device", "cpu", "--json", str(target), *arguments])
@@ -50,6 +42,28 @@ def run_here(script: str, directory: Path, *arguments: str) -> tuple[int, list[s
         with pytest.raises(SystemExit) as ended:
             runpy.run_path(sys.argv[0], run_name="__main__")
     return int(ended.value.code or 0), printed.getvalue().splitlines(), json.loads(target.read_text())
+
+
+STARTED = ("forward_equivalence.py", "backward_equivalence.py", "speed.py", "dynamic_mask.py", "host_time.py", "transformers_models.py")
+START = """
+import os, runpy, sys
+
+os.chdir({directory!r})
+sys.path[0] = {benchmarks!r}
+sys.argv = [{script!r}, "--device", "nowhere"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_scripts_start_from_anywhere(tmp_path):
+    """Each in a process of its own, where nothing of the benchmarks is imported; other tests run them in their own, or start the others."""
+    scripts = [script for script in STARTED if script != "transformers_models.py" or importlib.util.find_spec("transformers")]
+    codes = [START.format(directory=str(tmp_path), benchmarks=str(BENCHMARKS), script=str(BENCHMARKS / script)) for script in scripts]
+    ended = in_processes(codes, "import dmattn, torch.nn.attention.flex_attention")
+    for script, process in zip(scripts, ended, strict=True):
+        assert process.stderr.rstrip().endswith("SystemExit: 2"), (script, process.stderr)
+        assert f"{script}: error: " in process.stderr, process.stderr
+        assert "nowhere" in process.stderr, process.stderr
 
 
 def check_environment(environment: dict, script: str) -> None:
@@ -80,7 +94,7 @@ def test_equivalence_passes_and_records_every_contender(script, tensors, without
 
 
 def test_equivalence_in_two_dtypes_without_peers(tmp_path):
-    code, printed, result = run_here("forward_equivalence.py", tmp_path, "--cases", "value-dim", "--dtype", "bf16", "fp16", "--peers", "")
+    code, printed, result = run("forward_equivalence.py", tmp_path, "--cases", "value-dim", "--dtype", "bf16", "fp16", "--peers", "")
     assert code == 0
     assert printed[-1] == "2 passed, 0 failed"
     assert [case["dtype"] for case in result["cases"]] == ["bf16", "fp16"]
@@ -89,7 +103,7 @@ def test_equivalence_in_two_dtypes_without_peers(tmp_path):
 
 @pytest.mark.parametrize("script", ["forward_equivalence.py", "backward_equivalence.py"])
 def test_equivalence_fails_when_an_error_exceeds_its_budget(script, tmp_path):
-    code, printed, result = run_here(script, tmp_path, "--quick", "--cases", "softcap", "--peers", "", "--budget", "0.01")
+    code, printed, result = run(script, tmp_path, "--quick", "--cases", "softcap", "--peers", "", "--budget", "0.01")
     assert code == 1
     assert printed[-1] == "0 passed, 1 failed"
     assert result["failed"] == 1
@@ -258,7 +272,7 @@ def test_speed_measures_both_passes_and_records_refusals(tmp_path):
 
 def test_speed_measures_windows_and_sinks_beside_peers_that_have_them(tmp_path):
     names = ["gpt_oss_window", "gpt_oss_window_sinks"]
-    code, _, result = run_here("speed.py", tmp_path, "--tiny", "--workloads", *names, "--peers", "sdpa_math", "cudnn", "eager")
+    code, _, result = run("speed.py", tmp_path, "--tiny", "--workloads", *names, "--peers", "sdpa_math", "cudnn", "eager")
     assert code == 0
     plain, sinks = (record["contenders"] for record in result["workloads"])
     assert max(*plain["eager"]["difference"], *plain["sdpa_math"]["difference"], *sinks["eager"]["difference"]) < 1e-4
@@ -322,7 +336,7 @@ def test_dynamic_mask_measures_every_sweep_beside_peers_with_the_same_mask(tmp_p
 
 
 def test_dynamic_mask_begins_no_peer_when_the_budget_is_spent(tmp_path):
-    code, printed, result = run_here("dynamic_mask.py", tmp_path, "--tiny", "--points", "length-1024", "--peers", "flex", "--budget", "0")
+    code, printed, result = run("dynamic_mask.py", tmp_path, "--tiny", "--points", "length-1024", "--peers", "flex", "--budget", "0")
     assert code == 0
     contenders = result["points"][0]["contenders"]
     assert contenders["dmattn"]["backward"]["repeatable"]
@@ -711,7 +725,7 @@ def test_models_of_transformers_train_and_generate_with_each_implementation(tmp_
 def test_models_of_every_kind_have_the_loss_of_eager_attention(tmp_path):
     pytest.importorskip("transformers", reason="the script measures models of Transformers")
     models = ["modernbert_base_8192", "gpt_oss_8192", "gemma3_8192", "pairformer_384"]
-    code, _, result = run_here("transformers_models.py", tmp_path, "--tiny", "--models", *models, "--implementations", "dmattn", "eager")
+    code, _, result = run("transformers_models.py", tmp_path, "--tiny", "--models", *models, "--implementations", "dmattn", "eager")
     assert code == 0
     for record in result["models"]:
         losses = {name: run["training"]["loss"] for name, run in record["runs"].items() if "loss" in run["training"]}
