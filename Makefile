@@ -10,6 +10,12 @@ ifeq ($(strip $(VENV)),)
 python := $(PYTHON)
 installed :=
 recipes :=
+
+# Where an environment forbids bytecode beside its packages, it is kept here: each of the many processes of the tests imports PyTorch.
+ifdef PYTHONDONTWRITEBYTECODE
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX ?= $(CURDIR)/build/bytecode
+endif
 else
 python := $(VENV)/bin/python
 installed := $(VENV)/installed
