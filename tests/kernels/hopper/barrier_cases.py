@@ -15,6 +15,7 @@ from dmattn.kernels.base.layout import Sequence, Span
 from dmattn.kernels.base.rules import Rules
 from dmattn.kernels.hopper import copies
 
+SHARED = ("base/window.py", "base/distances.py", "base/rules.py", "visits/walk.py", "hopper/copies.py")  # files of all passes
 CUT = 80  # head dims of two pieces, in products and in results
 WIDE = 224  # those of four
 LOWEST, HIGHEST = 1.0, 2.0  # numbers at the ends of a table of distances
