@@ -65,7 +65,13 @@ class Case:
         in_window = (self.left is None or distance >= -self.left) and (self.right is None or distance <= self.right)
         if not (0 <= query < len_q and 0 <= key < len_k and in_window):
             return False
+        if self.kind == "lists" and self.visit_of(query, key) >= sum(self.visits[head]):
+            return False
         return not self.alive or query in range(*self.alive[head][key])
+
+    def visit_of(self, query: int, key: int) -> int:
+        """The place in a list of the block that has this pair."""
+        return query // self.block_m if self.by_key else key // self.sub
 
     def may_be_open(self, tile: Tile, query: int, key: int) -> bool:
         """Whether a tile that hides no pair may have this one. Nothing is stored of queries past the end, but dK and dV are sums over them."""
@@ -74,8 +80,8 @@ class Case:
             return True
         place = self.zero + key - (query + len_k - len_q)
         has_number = tile.number is None or (place <= 0 if tile.number == LOWEST else place >= self.distances - 1)
-        visit = query // self.block_m if self.by_key else key // self.sub
-        return has_number and self.kept(tile.head, query, key) and (self.kind != "lists" or visit >= self.visits[tile.head][0])
+        is_full = self.kind != "lists" or self.visit_of(query, key) >= self.visits[tile.head][0]
+        return has_number and self.kept(tile.head, query, key) and is_full
 
     def pairs(self, tile: Tile) -> list[tuple[int, int]]:
         return [(i, start + j) for i in range(tile.row, tile.row + self.block_m) for start in tile.starts for j in range(self.sub)]
@@ -102,6 +108,8 @@ def drawn(kind: str, by_key: bool, chance: random.Random) -> Case:
     lengths = [(chance.randint(least, 30), chance.randint(least, 30)) for _ in range(count)]
     if kind == "rows without keys":
         lengths[0] = max(lengths[0]) + 5, min(lengths[0])
+    if kind == "keys without rows":  # several blocks of them may have none
+        lengths[0], left = (min(lengths[0]), max(lengths[0]) + 5), chance.randint(-8, 2)
     block_n = chance.choice((2, 4)) if by_key else chance.choice((2, 4, 8))
     return Case(
         kind, by_key, block_m=chance.choice((2, 4)), block_n=block_n, sub=block_n, stages=chance.choice((2, 3, 4)), left=left, right=right,

@@ -66,6 +66,8 @@ class Place(Anything):
     def load(self, layout: Any) -> Any:
         return self.holds
 
+    permute = Anything.same
+
 
 class Barrier:
     """An mbarrier: a phase is over after so many arrivals."""
@@ -139,8 +141,8 @@ class Language(Anything):
         counter[0] += value
         return counter[0] - value
 
-    def allocate_shared_memory(self, *given: Any) -> Place:
-        return Place()
+    def allocate_shared_memory(self, dtype: Any, shape: list[Any], layout: Any) -> Any:
+        return Place() if len(shape) < 3 else Several(Place, shape[0], shape=shape)
 
     def warp_specialize(self, parts: list, *more: Any) -> None:
         self.parts |= {function(*given): self.program for function, given in parts}

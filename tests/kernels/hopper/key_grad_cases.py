@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Container, Generator
 from typing import Any, NamedTuple
 
 from barrier_cases import CUT, SHARED, WIDE, Case, Tile, check_barriers, drawn, functions
@@ -56,10 +56,13 @@ class Stored(NamedTuple):
 
 
 def functions_by_key(
-    case: Case, files: tuple[str, ...], language: Language, change: tuple[str, str] | None, alike: bool = False
+    case: Case, files: tuple[str, ...], language: Language, change: tuple[str, str] | None, alike: bool = False, grouped: bool = True
 ) -> tuple[dict[str, Any], dict[str, list[Stored]]]:
-    """The device functions for dK and dV, and what they store, by the names of results. `alike`: heads have the same bias of keys."""
-    stored: dict[str, list[Stored]] = {name: [] for name in ("dk", "dv", "key sums", "d_bias")}
+    """The device functions for dK and dV, and what they store, by the names of results.
+
+    `alike`: heads have the same bias of keys; `grouped`: they have the same keys.
+    """
+    stored: dict[str, list[Stored]] = {name: [] for name in ("dq", "dk", "dv", "key sums", "d_bias")}
 
     def probabilities(context: Any, seq: Sequence, keys: Any, start: int, s: Any, *more: Any) -> Sums:
         *_, number, edge = more
@@ -68,7 +71,8 @@ def functions_by_key(
 
     def _added(context: Any, seq: Sequence, sums: Any, turn: Any, start: int, p: Sums, slope: None, d_p: Any, config: Any) -> Generator:
         tiles, (of_scores, of_head) = context.tiles, (len(sums.dv) > 0, (seq.head, start))
-        assert context.barriers.kv_full.index(0).phases == 1, "keys have not come"
+        own_keys = [x.holds if isinstance(x, Place) else x for x in (context.k[0], context.v[0])]  # else they are in registers
+        assert own_keys == [(0 if grouped else seq.head, context.col)] * 2, "keys have not come, or others"
         assert p.holds[0][:3] == (*of_head, (context.col,)), "probabilities of another tile"
         assert tiles.q.index(turn.stage).holds == tiles.terms.index(turn.stage).holds == of_head, "other queries"
         assert tiles.d_out.index(turn.stage).holds == of_head, "dO of other queries"
@@ -77,7 +81,9 @@ def functions_by_key(
             assert tiles.bias.index(turn.pairs).holds[1:] == [*of_head, context.col], "the bias of another tile"
         if of_scores and context.rules.bias_by_key is not None:
             assert context.bias_columns.holds == (0 if alike else seq.head, context.col), "the bias of other keys"
-        return (yield from add(context, seq, sums, turn, start, p, slope, d_p, config))
+        made = yield from add(context, seq, sums, turn, start, p, slope, d_p, config)
+        assert tiles.q.index(turn.stage).holds == tiles.d_out.index(turn.stage).holds == of_head, "other queries while dK or dV is made"
+        return made
 
     def store_d_bias(context: Any, seq: Sequence, start: int, ds: Any) -> None:
         tile, place = Tile(seq.head, start, (context.col,), True, None), context.tiles.d_bias.index(context.which)
@@ -119,11 +125,11 @@ def functions_by_key(
     return names, stored
 
 
-def check_stored(case: Case, stored: dict[str, list[Stored]], wanted: dict[str, bool], by_group: bool, cols: range) -> int:
-    """Results are stored once, and have each pair once, if they are wanted; returned is of how many tiles."""
+def check_stored(case: Case, stored: dict[str, list[Stored]], wanted: dict[str, bool], of_heads: Container[str], cols: range) -> int:
+    """Results that are wanted are stored once, those `of_heads` for each, and have each pair once; returned is of how many tiles."""
     heads = range(len(case.lengths))
-    for name in [name for name in ("dk", "dv", "key sums") if wanted[name]]:
-        by_head = name == "key sums" and not by_group
+    for name in [name for name in ("dk", "dv", "key sums") if wanted.get(name)]:
+        by_head = name in of_heads
         places = [(head, col) for head in (heads if by_head else [0]) for col in cols]
         assert sorted(x[:2] for x in stored[name]) == places, f"{name} are stored twice or not at all"
         for head, col, tiles in stored[name]:
@@ -134,6 +140,12 @@ def check_stored(case: Case, stored: dict[str, list[Stored]], wanted: dict[str, 
     return sum(map(len, of_result))
 
 
+def check_d_bias(case: Case, stored: list[Stored], cols: range) -> None:
+    """Each tile is stored once."""
+    every = [(head, start, (col,)) for head, (len_q, _) in enumerate(case.lengths) for start in range(0, len_q, case.block_m) for col in cols]
+    assert sorted(x.tiles[0][:3] for x in stored) == every, "a tile of dBias is stored twice or not at all"
+
+
 def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
     """dK and dV, with a dBias or without."""
     case, consumers = drawn(kind, True, chance), chance.choice((1, 2, 2, 3))
@@ -141,7 +153,7 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     keys, heads = blocks * case.block_n, range(len(case.lengths))
     if consumers == 3:
         case.left = case.right = None
-    len_q, len_k = case.lengths[0]
+    len_k = case.lengths[0][1]
     if kind == "lists":
         case.lengths = [(sum(case.visits[head]) * case.block_m, -(-len_k // keys) * keys) for head in heads]
     even = kind == "lists" or (kind != "packed" and len_k % keys == 0)
@@ -160,9 +172,8 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     run(names["_key_gradients_kernel"], given, language, chance)
     check_barriers(language, dict(q_full="free", d_out_full="free"))
     if wanted["d_bias"] and kind not in ("packed", "lists"):
-        every = [(head, start, (col,)) for head in heads for start in range(0, len_q, case.block_m) for col in cols]
-        assert sorted(x.tiles[0][:3] for x in stored["d_bias"]) == every, "a tile of dBias is stored twice or not at all"
-    return check_stored(case, stored, wanted, by_group, cols)
+        check_d_bias(case, stored["d_bias"], cols)
+    return check_stored(case, stored, wanted, () if by_group else ("key sums",), cols)
 
 
 def run_by_interval(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
@@ -188,7 +199,7 @@ def run_by_interval(kind: str, chance: random.Random, change: tuple[str, str] | 
     )  # fmt: skip
     run(names["_key_gradients_kernel"], given, language, chance)
     check_barriers(language, dict(q_full="free", d_out_full="free"))
-    return check_stored(case, stored, wanted, by_group, cols)
+    return check_stored(case, stored, wanted, () if by_group else ("key sums",), cols)
 
 
 def drawn_intervals(len_q: int, len_k: int, chance: random.Random) -> list[tuple[int, int]]:

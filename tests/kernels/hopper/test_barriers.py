@@ -1,7 +1,8 @@
 """Producers and consumers on Hopper: none waits for ever, and each pair of a query and a key is in one tile of the consumer that has it.
 
 Their device functions run as Python (barriers.py) for problems drawn at random (barrier_cases.py), with tiles of a few queries and keys. Passes
-by keys are in key_grad_cases.py. Each block of queries of the forward pass and dQ has a head to itself, so that no two blocks share a tile.
+by key are in key_grad_cases.py and one_pass_cases.py. Each block of queries of the forward pass and dQ has a head to itself, so that no two
+blocks share a tile.
 
 The heads of a group are not dealt out to several programs here: tests/kernels/portable/test_group_parts.py has those.
 """
@@ -20,6 +21,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from barrier_cases import CUT, SHARED, WIDE, Case, Tile, check_barriers, drawn, functions
 from barriers import Anything, Deadlock, Language, Place, Several, run
 from key_grad_cases import run_by_interval, run_by_key
+from one_pass_cases import run_one_pass
 
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.base.layout import Sequence
@@ -33,6 +35,7 @@ KINDS = {
     "dQ": (*EVERYWHERE, "packed", "lists", "table", "parts"),
     "dK and dV": (*EVERYWHERE, "packed", "lists", "table", "bias of keys"),
     "dK and dV by intervals": (*EVERYWHERE, "bias of keys"),
+    "dQ, dK and dV": (*EVERYWHERE, "keys without rows", "lists"),
     "dBias": (*EVERYWHERE, "packed"),
 }
 FORWARD = (*SHARED, "hopper/walk.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
@@ -228,6 +231,7 @@ PASSES: dict[str, Callable[..., int]] = {
     "dQ": partial(run_by_query, False),
     "dK and dV": run_by_key,
     "dK and dV by intervals": run_by_interval,
+    "dQ, dK and dV": run_one_pass,
     "dBias": run_shared,
 }
 
