@@ -247,6 +247,13 @@ WAITS = "all that is left waits"
 NO_ZEROS = "store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))"
 INTERVALS = "dK and dV by intervals"
 STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step of a walk that has no tile, as -1 // STEP is 0 on a GPU
+ALL = "dQ, dK and dV"
+MULTIPLIED = """dq = warpgroup_mma_wait(0, [dq])
+                if d_bias is not None:
+                    tma.store_wait(0)  # the copy engine has read dS
+"""
+GIVEN_BACK = "mbarrier.arrive(barriers.ds_free.index(stage), count=1)\n"
+DEEP = " " * 16  # as these stand
 
 
 @pytest.mark.parametrize(
@@ -269,11 +276,20 @@ STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step
         ("dBias", "plain", "free=allocate_barriers(STAGES, 2)", "free=allocate_barriers(STAGES, 1)", "other panels"),
         ("dBias", "packed", "step += 1\n            member = _member_after(context, own", "pass\n            member = _member_after(context, own", "other panels"),
         (INTERVALS, "plain", "gl.minimum(attending.last_to_begin, seq.len_q)", "0", "an open tile hides a pair"),
+        (ALL, "plain", "mbarrier.wait(barriers.ds_free.index(stage), phase ^ 1)", "pass", "dS meets other keys"),
+        (ALL, "plain", MULTIPLIED + DEEP + GIVEN_BACK, GIVEN_BACK + DEEP + MULTIPLIED, "dS or keys that are overwritten while they are multiplied"),
+        (ALL, "plain", "allocate_barriers(KEY_STAGES, CONSUMERS + 1)", "allocate_barriers(KEY_STAGES, CONSUMERS)", "dS meets other keys"),
+        (ALL, "keys without rows", "mbarrier.wait(barriers.kv_full.index(key_stage), key_phase)", "pass", WAITS),
+        (ALL, "causal", "if context.tiles.ds is not None:", "if False:", WAITS),
+        (ALL, "window", "tma.store_wait(0)  # the copy engine has read dS", "pass", "dS that is overwritten while it is copied to dBias"),
+        (ALL, "lists", "visited |= 1 << start // config.BLOCK_M", "pass", "zeros for a tile that has pairs"),
+        (ALL, "causal", "visited = 0\n", "visited = visited if turn > 0 else 0\n", "a tile of dBias is stored twice or not at all"),
+        (ALL, "plain", "config.BLOCK_M).store(none)", "config.BLOCK_M).store(none) if turn == 0 else None", "dq of other queries"),
     ],
-    ids=range(17),
+    ids=range(26),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In some case, with one line of a file changed. The check that fails then is not explained.
+    """In some case, with a line or two of a file changed. The check that fails then is not explained.
 
     Where one of these variables is set, pytest compares lists that differ line by line, which takes minutes.
     """
