@@ -48,8 +48,8 @@ from .registers import by_rows, by_threads, order_of, store_tile
 from .term_tiles import allocate_terms, are_columns, tiled_terms
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
-# Programs take several (batch, head) where these have about the same work: NVIDIA H200, 2026-11-28, (128, 12, 197^2, 64) 0.177 to 0.145 ms. A mask
-# that leaves half of the keys or more leaves them two blocks of 128 up to so many.
+# Programs take several (batch, head) where these have about the same work: NVIDIA H200, 2026-11-28, (128, 12, 197^2, 64) 0.177 to 0.145 ms. A
+# mask that leaves half of the keys or more leaves them two blocks of 128 up to so many.
 KEYS_OF_ONE_WORK = 256
 D_SCORES_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4))  # as dBias is copied
 
