@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from dmattn.kernels.base.layout import Stepped, SteppedThrice
+
 Launches = dict[tuple, tuple[Any, dict]]
 """By kernel and key of Triton's: the signature, with the type of each argument, and the constants by their place among them."""
 BLOCKS = {"HEAD_DIM": "BLOCK_D", "VALUE_DIM": "BLOCK_DV"}
 """In which block a head dim is padded, or cut to pieces."""
 PANELS = {"DIM": 64, "DIM_V": 64}
 """Kernels for Hopper have no such block: they copy a head dim in panels of so many columns."""
-ONE_AXIS = 8
-"""So many parts a tensor has at most that has one axis before its heads; with more axes it has more parts."""
+SEVERAL_AXES = {len(Stepped._fields), len(SteppedThrice._fields)}
+"""How many parts a tensor has with several axes before its heads. No other tuple in an argument has as many."""
 
 
 def fewer(launches: Launches) -> list[tuple]:
@@ -64,13 +66,13 @@ def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
     """What decides which code a launch has, but not integers: Triton takes one of 1 for a constant, and those of large tensors for 64 bits.
 
     Kernels tell tuples by their lengths. Of a head dim they ask how many blocks or panels it has, and whether these are whole. Float16 is
-    another type of as many bits as bfloat16, and several axes before the heads are other addresses: of both a kernel has one launch, not one
-    for each tensor. The tile of a descriptor follows from the constants.
+    another type of as many bits as bfloat16, and several axes before the heads are other addresses: a kernel has one launch of the former and
+    of either form of the latter, not one for each tensor. The tile of a descriptor follows from the constants.
     """
     found = set()
     for *path, kind in types(signature):
-        if isinstance(kind, int) and kind > ONE_AXIS:
-            found.add(("several axes",))
+        if path and kind in SEVERAL_AXES:
+            found.add(("several axes", kind))
         elif path and kind not in ("constexpr", "i32", "i64"):
             kind = str(kind).partition("[")[0]
             found |= {(*path, kind.replace("fp16", "bf16"))} | ({("float16",)} if "fp16" in kind else set())

@@ -56,8 +56,8 @@ class Row(NamedTuple):
     """A family of kernels. `targets` are the GPU families that it is for, None for all.
 
     Of what it `makes`, a call gets what is wanted and no row before it makes; what it makes `besides`, it makes if no row before it does. It
-    `reads` what other rows make. It is asked only where `needs` are wanted, all of them. While it runs it `borrows` the memory of results of
-    rows after it.
+    `reads` what other rows make. It is asked only where `needs` are wanted, all of them, and no row before it makes those that it makes itself.
+    While it runs it `borrows` the memory of results of rows after it.
     """
 
     name: str
@@ -124,7 +124,7 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
     missing, made = traits.wanted, frozenset[str]()
     for row in BACKWARD:
         makes = row.makes & missing
-        if not makes or not row.needs <= traits.wanted:
+        if not makes or not row.needs <= traits.wanted or not row.makes & row.needs <= missing:
             continue
         if not row.serves(traits):
             refusing.append(row)

@@ -12,7 +12,7 @@ import triton
 
 from .base import tiles
 from .base.tiles import FEW_ROWS, Tile, block_dim
-from .features import INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family, named_feature
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.backward_sizes import one_pass_sizes
 from .hopper.copies import NARROWEST, consumers_of
@@ -23,7 +23,7 @@ from .narrow_heads import are_narrowest, narrowest
 from .portable import rows as portable_rows
 from .portable import split_keys as portable_split_keys
 from .reasons import joined, word
-from .traits import D_BIAS_OF_PAIRS, D_KEY, D_QUERY, D_VALUE, Traits
+from .traits import D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_KEY, D_QUERY, D_VALUE, Traits
 
 _RESULTS = frozenset({"out", "d_out", "d_query"})
 _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
@@ -292,6 +292,8 @@ def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     places = triton.cdiv(sequences, traits.processors) * traits.processors
     if sequences < LEAST_FILL * places:
         yield f"would leave many of {traits.processors} multiprocessors idle with {sequences} (batch, head)"
+    if D_BIAS_SHARED in traits.wanted and traits.features <= PAIR_BIAS | WINDOW | EVERY and shared_query(traits) is None:
+        yield 'leaves d_query beside a shared d_bias to "Hopper: d_query, d_bias"'
     if max(traits.head_dim, traits.value_dim) <= 16 and "mask of keys" in traits.features and whole_rows(traits) is None:
         yield 'leaves head dims to 16 beside a mask (..., 1, Sk) to "whole rows", which is faster'
     copied = (*(("d_bias",) if stores else ()), *(() if loads_pairs else ("mask",)))

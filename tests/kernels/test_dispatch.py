@@ -7,6 +7,7 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -362,6 +363,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper, one pass", dict(len_q=1025), "has no room on chip for 1025 queries with head dims 32 of queries and 32 of values"),
     ("backward: Hopper, one pass", dict(head_dim=64, value_dim=64, len_q=513), "has no room on chip for 513 queries with head dims 64 of queries and 64 of values"),
     ("backward: Hopper, one pass", dict(batch=40), "would leave many of 132 multiprocessors idle with 160 (batch, head)"),
+    ("backward: Hopper, one pass", FOUR._asdict() | dict(batch=7, len_q=384, len_k=384, wanted=frozenset({D_QUERY, D_KEY, D_VALUE, D_BIAS_SHARED})), 'leaves d_query beside a shared d_bias to "Hopper: d_query, d_bias"'),
     ("backward: Hopper, one pass", dict(head_dim=16, value_dim=16, features=frozenset({"mask of keys"})), 'leaves head dims to 16 beside a mask (..., 1, Sk) to "whole rows"'),
     ("backward: Hopper, one pass", dict(uncopyable=(("mask", "rows of mask"),)), "rows of mask"),
     ("backward: Hopper, one pass, pairs loaded", dict(features=DENSE.features, wanted=DENSE.wanted), "rows of d_bias"),
@@ -424,6 +426,29 @@ def test_rows_refuse_one_change_with_a_reason() -> None:
     written = [*reasons_in(plans), *reasons_in(narrow_heads)]
     unheard = [pattern for pattern in written if not any(re.fullmatch(pattern, reason) for reason in told)]
     assert not unheard, "reasons that no change above gives"
+
+
+BIASES_OF = {  # of so many (batch, head): features, the bias, and the result that is wanted for it
+    "none": lambda batch, heads: (frozenset(), None, frozenset()),
+    "shared": lambda batch, heads: (frozenset({"bias of pairs"}), Bias(BF16, 1, heads), {D_BIAS_SHARED if batch > 1 else D_BIAS_OF_PAIRS}),
+    "own": lambda batch, heads: (frozenset({"bias of pairs"}), Bias(BF16, batch, heads), {D_BIAS_OF_PAIRS}),
+}
+
+
+@pytest.mark.parametrize("dim", [16, 32, 64, 128])
+@pytest.mark.parametrize("bias", BIASES_OF)
+def test_a_row_makes_all_that_it_needs_and_makes(bias: str, dim: int) -> None:
+    """And each result that is wanted has one row, whatever the sizes, though a row may come after another that makes a part of what it does."""
+    for batch, heads, length, hides in product((1, 2, 4, 8, 33, 300), (4, 32), (65, 128, 384, 512, 1000), ("", "mask of keys", "window")):
+        features, its_bias, wanted = BIASES_OF[bias](batch, heads)
+        traits = PLAIN._replace(
+            batch=batch, heads=heads, kv_heads=heads, len_q=length, len_k=length, head_dim=dim, value_dim=dim, bias=its_bias,
+            features=features | ({hides} if hides else set()), right=0 if hides == "window" else None, wanted=wanted | {D_QUERY, D_KEY, D_VALUE},
+        )  # fmt: skip
+        choices = dispatch.choose_backward(traits)
+        assert all(choice.row.makes & choice.row.needs <= choice.makes for choice in choices), traits
+        made = [result for choice in choices for result in choice.makes & traits.wanted]
+        assert sorted(made) == sorted(traits.wanted), traits
 
 
 def reasons_in(module: ModuleType) -> list[str]:

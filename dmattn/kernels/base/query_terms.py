@@ -140,7 +140,7 @@ def fill_terms(problem: Problem, incoming: Incoming, out: Tensor, d_lse: Tensor 
         VALUE_DIM=value_dim,
         BLOCK_M=rows,
         BLOCK_DV=block_dim(value_dim),
-        num_warps=max(4, min(rows * block_dim(value_dim) // 1024, 16)),
+        num_warps=4 if packed is None else 4 * rows // ROWS,
         enable_fp_fusion=False,  # fused with the sum over lanes, a product is rounded in one lane and not in the next, which then race to store
     )
 

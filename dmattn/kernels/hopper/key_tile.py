@@ -58,7 +58,7 @@ class Work(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles in shared memory; None where a problem has none of the kind."""
 
-    k: Any  # [CONSUMERS, 1, 1, BLOCK_N, DIM], padded to `copied_dims`; one where consumers share their keys
+    k: Any  # [CONSUMERS, 1, 1, BLOCK_N, DIM], padded to `copied_dims`; one where consumers share keys; as many for each stage of keys
     v: Any  # the same of DIM_V
     bias_columns: Any  # for each consumer [BLOCK_N, COLUMNS], of a bias of keys
     q: Any  # [STAGES, 1, 1, BLOCK_M, DIM], padded like keys
@@ -66,7 +66,7 @@ class Tiles(NamedTuple):
     d_out: Any  # the same of DIM_V
     bias: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N], or [STAGES, ...] where they share keys; None if loaded
     mask: Any = None  # of pairs, [STAGES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
-    d_bias: Any = None  # [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]
+    d_bias: Any = None  # [CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]; one tile of zeros where dS is stored on its way to dQ
     p: Any = None  # [BLOCK_N, BLOCK_M]: probabilities, of the consumer that makes dV for that which makes dK, if there are two such
     ds: Any = None  # [D_SCORES * CONSUMERS, 1, 1, BLOCK_M, BLOCK_N]: dS on its way to dQ, where one kernel makes all three gradients
 
@@ -82,7 +82,7 @@ class Ones(NamedTuple):
 class Barriers(NamedTuple):
     """Barriers of a program: full when copies have come, free when they have been read."""
 
-    kv_full: Any  # [1, 1], of keys and values
+    kv_full: Any  # [1, 1], of keys and values, or one for each stage of them
     q_full: Any  # [STAGES, 1], of queries, terms and bias
     d_out_full: Any  # [STAGES, 1], of dO and mask
     free: Any  # [STAGES, 1], of all tiles of a stage
@@ -156,7 +156,7 @@ class Turn(NamedTuple):
 
 @gluon.jit
 def copy_keys(k, v, work, kv_head, full, tiles, config: gl.constexpr, BLOCKS: gl.constexpr = 1, stage=0):
-    """Copy a program's keys and values, of so many blocks, which stay; where one such place follows the other, to that of a stage."""
+    """Copy a program's keys and values, of so many blocks, to a stage of them; where there is one stage they stay."""
     mbarrier.expect(full, BLOCKS * 2 * BLOCK_N * (copied_dims(config.DIM) + copied_dims(config.DIM_V)))
     entry, first = place_of_keys(work.seq, work.col)
     for i in gl.static_range(BLOCKS):

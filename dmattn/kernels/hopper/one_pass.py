@@ -42,14 +42,14 @@ from .copies import (
 )
 from .key_grad import REGISTERS_WITH_ONES
 from .key_results import store_gradients
-from .key_tile import BLOCK_N, Barriers, Context, Keys, Ones, Results, Sources, Tiles, Work, copy_keys, no_sums, uniform_bias_of
+from .key_tile import BLOCK_N, Barriers, Context, Keys, Ones, Results, Sources, Tiles, Work, copy_keys, no_sums
 from .key_walk import add_queries, copy_queries
 from .registers import by_rows, by_threads, order_of, store_tile
 from .term_tiles import allocate_terms, are_columns, tiled_terms
 
 BLOCK_M = gl.constexpr(64)  # queries of a tile
-# Programs take several (batch, head) where these have about the same work: NVIDIA H200, 2026-11-28, (128, 12, 197^2, 64) 0.177 to 0.145 ms. A
-# mask that leaves half of the keys or more leaves them two blocks of 128 up to so many.
+# Under a mask over more keys than this (batch, head) differ in work, and each has a program of its own. Else programs take several: NVIDIA
+# H200, 2026-11-28, (128, 12, 197^2, 64) 0.177 to 0.145 ms.
 KEYS_OF_ONE_WORK = 256
 D_SCORES_LAYOUT = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4))  # as dBias is copied
 
@@ -236,7 +236,7 @@ def _consume(tiles, ones, barriers, rules, d_k, d_v, extents, which: gl.constexp
     step, turn = 0, 0
     for number in range(gl.program_id(0), extents.sequences, gl.num_programs(0)):
         seq = _sequence_of(number, extents)
-        keys = Keys(uniform_bias_of(rules, seq))
+        keys = Keys(0.0)
         for first in range(0, seq.len_k, KEYS):
             stage, phase = stage_of(turn, config.KEY_STAGES)
             owner, col = Span(first, 0, None), first + which * BLOCK_N
