@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from conftest import needs_cuda
 
 from dmattn import attention
 from dmattn.equivalence import Case, check, results
+from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from dmattn.execution import replay
-from dmattn.kernels import run
+from dmattn.kernels import plans, run
 from dmattn.kernels.hopper import copies, one_pass
 from dmattn.kernels.hopper.backward_sizes import OnePassSizes, one_pass_sizes
 
@@ -43,16 +48,26 @@ CASES = (
 )  # fmt: skip
 
 
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Problem]]:
+    """The problems that the kernel is given. Any number of (batch, head) is enough, whatever the GPU's number of processors."""
+    found: list[Problem] = []
+    made = one_pass.all_gradients
+    monkeypatch.setattr(run.hopper_one_pass, "all_gradients", lambda problem, *given: (found.append(problem), made(problem, *given)))
+    monkeypatch.setattr(plans, "LEAST_FILL", 0.0)
+    replay.forget()
+    yield found
+    replay.forget()
+
+
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gradients_are_exact(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = []
-    made = one_pass.all_gradients
-    monkeypatch.setattr(run.hopper_one_pass, "all_gradients", lambda *given: (served.append(case.name), made(*given)))
-    replay.forget()
+def test_gradients_are_exact(case: Case, dtype: torch.dtype, served: list[Problem]) -> None:
     wrong = [str(verdict) for verdict in check(case, dtype, "cuda") if not verdict.passed]
-    replay.forget()
     assert not wrong, wrong
     assert served, "another kernel was taken"
 
@@ -68,24 +83,25 @@ def test_gradients_are_exact(case: Case, dtype: torch.dtype, monkeypatch: pytest
     ],
     ids=lambda case: case.name,
 )
-def test_all_sizes_are_exact(case: Case, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_sizes_are_exact(case: Case, sizes: tuple[int, ...], served: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that the rows here have room for and longer ones do not."""
     monkeypatch.setattr(one_pass, "one_pass_sizes", lambda *given, **named: OnePassSizes(*sizes, 4, 1))
-    replay.forget()
     wrong = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
-    replay.forget()
     assert not wrong, wrong
+    assert served, "another kernel was taken"
 
 
 @needs_cuda
-@pytest.mark.parametrize("case", [CASES[6], CASES[13], CASES[16]], ids=lambda case: case.name)
-def test_bits_repeat(case: Case) -> None:
+@pytest.mark.parametrize("name", ["three-consumers-shared-bias-d32-100x192", "own-bias-causal-d64-200x136", "padding-shared-bias-d64-136x264"])
+def test_bits_repeat(name: str, served: list[Problem]) -> None:
     """Consumers and the collector of a program run ahead of each other as they like, and no sum depends on it."""
+    case = BY_NAME[name]
     inputs = case.inputs(torch.bfloat16, "cuda")
     first = results(attention, inputs, case.options)
     for _ in range(20):
         again = results(attention, inputs, case.options)
         assert all(torch.equal(again[name], x) for name, x in first.items())
+    assert served, "another kernel was taken"
 
 
 def sizes_of(width: int, len_q: int, len_k: int, **others: bool) -> OnePassSizes | None:
@@ -110,6 +126,23 @@ def sizes_of(width: int, len_q: int, len_k: int, **others: bool) -> OnePassSizes
 )
 def test_sizes_are_the_largest_that_fit(width: int, len_q: int, len_k: int, others: dict[str, bool], expected: tuple[int, ...] | None) -> None:
     assert sizes_of(width, len_q, len_k, **others) == (None if expected is None else OnePassSizes(*expected))
+
+
+def test_the_page_has_the_longest_rows_that_fit() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "limits.md").read_text()
+    found = re.findall(r"^\| (to 32|33 to 64) \| (at most one of the two|both|neither|one of the two) \| (\d+) \|$", page, flags=re.M)
+    pairs = {
+        "neither": [{}],
+        "one of the two": [{"biased": True}, {"masked": True, "hides": True}],
+        "both": [{"biased": True, "masked": True, "hides": True}],
+    }
+    pairs["at most one of the two"] = [*pairs["neither"], *pairs["one of the two"]]
+    assert len(found) == 5
+    for dims, beside, most in found:
+        width = int(dims.split()[-1])
+        fits = [[sizes_of(width, int(most) + more, 130, **others) is not None for others in pairs[beside]] for more in (0, 1)]
+        assert all(fits[0]), (dims, beside)
+        assert not all(fits[1]), (dims, beside)
 
 
 @pytest.mark.parametrize("consumers", [2, 3])
