@@ -243,9 +243,10 @@ def _results(makes: Iterable[str]) -> tuple[str, ...]:
 
 
 def _unlike_its_name(row: str, made: tuple[str, ...]) -> str:
-    """What a row makes in a call, for people, where its name has other results; else nothing."""
-    named = re.findall(r"(?<!of )d_[a-z]+", row.partition(": ")[2])
-    return f" (makes {', '.join(made) or 'what others read'})" if named and set(named) != set(made) else ""
+    """What a row makes in a call, for people, where its name has no gradients or others; else nothing."""
+    named = re.findall(r"(?<!of )d_[a-z]+", row.partition(": ")[2] or row)
+    are_gradients = bool(named) or any(name.startswith("d_") for name in made)
+    return f" (makes {', '.join(made) or 'what others read'})" if are_gradients and set(named) != set(made) else ""
 
 
 def _operations(count: int) -> str:
