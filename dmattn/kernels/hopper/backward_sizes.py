@@ -45,7 +45,6 @@ class OnePassSizes(NamedTuple):
     key_stages: int  # blocks of keys and values there
     d_scores: int  # tiles of dS there
     rooms: int  # tiles of dQ there
-    programs: int  # that share a processor
 
 
 class QuerySizes(NamedTuple):
@@ -149,7 +148,7 @@ def one_pass_sizes(width: int, len_q: int, len_k: int, *, biased: bool, masked: 
         stage = 2 * tile + 2 * ROWS * COLUMNS.value + consumers * block * (2 * biased + masked)
         for key_stages, d_scores in ((2, 2), (1, 2), (1, 1)):
             if beside + 2 * key_stages * consumers * tile + 2 * d_scores * consumers * block + STAGES * stage <= room():
-                return OnePassSizes(consumers, STAGES, key_stages, d_scores, rooms, 1)
+                return OnePassSizes(consumers, STAGES, key_stages, d_scores, rooms)
     return None
 
 

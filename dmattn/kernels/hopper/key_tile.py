@@ -28,6 +28,7 @@ from .copies import (
     waited,
 )
 from .distances import numbers_of_pairs
+from .key_results import leave_d_scores
 from .registers import Hiding, capped, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
 from .term_tiles import are_columns, term_of
 
@@ -386,19 +387,6 @@ def store_d_bias(context, seq, start, ds):
         pointers = slice_pointer(d_bias, seq) + gl.cast(context.col, gl.int64) * d_bias.col
         pointers = (pointers + (start + rows).to(gl.int64) * d_bias.row) + cols * d_bias.col
         gl.store(pointers, rows_down.load(LAYOUT), mask=(rows < seq.len_q - start) & (cols < seq.len_k - context.col))
-
-
-@gluon.jit
-def leave_d_scores(context, number, ds):
-    """dS of a tile by its number, keys down and rounded, to where the program's other part adds dS K to dQ."""
-    tiles, barriers = context.tiles, context.barriers
-    stage, phase = stage_of(number, barriers.ds_full.shape[0])
-    mbarrier.wait(barriers.ds_free.index(stage), phase ^ 1)
-    CONSUMERS: gl.constexpr = tiles.ds.shape[0] // barriers.ds_full.shape[0]
-    tile = tiles.ds.index(stage * CONSUMERS + context.which)
-    tile.reshape([tile.shape[2], tile.shape[3]]).permute((1, 0)).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(barriers.ds_full.index(stage), count=1)
 
 
 @gluon.jit

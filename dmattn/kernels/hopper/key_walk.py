@@ -11,7 +11,8 @@ from ..base.window import next_step, open_queries, own_queries
 from ..visits.walk import query_range, query_step
 from .copies import copied_dims, copy_tile, place_of_queries, product_layout, stage_of
 from .distances import end_numbers
-from .key_tile import BLOCK_N, add_tile, copy_pairs, leave_d_scores, store_d_bias, turn_of
+from .key_results import leave_d_scores
+from .key_tile import BLOCK_N, add_tile, copy_pairs, store_d_bias, turn_of
 from .term_tiles import copy_terms
 
 

@@ -99,7 +99,7 @@ def all_gradients(
     )
     assert sizes is not None
     block_m, block_n, keys = BLOCK_M.value, BLOCK_N.value, sizes.consumers * BLOCK_N.value
-    sequences, places = problem.query.shape[0] * heads, sizes.programs * processors(problem.query.device)
+    sequences, places = problem.query.shape[0] * heads, processors(problem.query.device)
     launch(
         _one_pass_kernel,
         sequences if problem.is_masked and len_k > KEYS_OF_ONE_WORK else min(sequences, places),
@@ -127,9 +127,8 @@ def all_gradients(
         ROOMS=sizes.rooms,
         EVEN_N=len_k % keys == 0,
         HIDES=hides,
-        REGISTERS=registers_of(sizes.consumers, sizes.programs),
         num_warps=4,
-        maxnreg=launch_registers(sizes.consumers + 1, sizes.programs),
+        maxnreg=launch_registers(sizes.consumers + 1),
     )
 
 
@@ -140,9 +139,9 @@ def collector_registers(consumers):
 
 
 @gluon.constexpr_function
-def registers_of(consumers, programs):
+def registers_of(consumers):
     """Those of a consumer's thread beside the collector and the producer."""
-    given = (consumers + 2) * launch_registers(consumers + 1, programs) - collector_registers(consumers) - PRODUCER_REGISTERS.value
+    given = (consumers + 2) * launch_registers(consumers + 1) - collector_registers(consumers) - PRODUCER_REGISTERS.value
     return min(240, given // consumers // 8 * 8)
 
 
@@ -150,7 +149,7 @@ def registers_of(consumers, programs):
 def _one_pass_kernel(
     q, k, v, bias, mask, d_out, rules, terms, d_q, d_k, d_v, d_bias, extents,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    KEY_STAGES: gl.constexpr, D_SCORES: gl.constexpr, ROOMS: gl.constexpr, EVEN_N: gl.constexpr, HIDES: gl.constexpr, REGISTERS: gl.constexpr,
+    KEY_STAGES: gl.constexpr, D_SCORES: gl.constexpr, ROOMS: gl.constexpr, EVEN_N: gl.constexpr, HIDES: gl.constexpr,
 ):  # fmt: skip
     """One program: all queries and keys of one (batch, head), or of every so many-th, from a grid of one axis.
 
@@ -158,6 +157,7 @@ def _one_pass_kernel(
     cannot address is read from rules. ROOMS tiles of queries hold all of them.
     """
     follow()
+    REGISTERS: gl.constexpr = registers_of(CONSUMERS)
     LOADED: gl.constexpr = REGISTERS >= REGISTERS_WITH_ONES
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, CONSUMERS, STAGES, KEY_STAGES, D_SCORES, EVEN_N, LOADED)
     tiles = Tiles(

@@ -43,7 +43,8 @@ def run_one_pass(kind: str, chance: random.Random, change: tuple[str, str] | Non
         case.lengths = [(len_q, len_k)] * len(heads)
     language, cols = Language(chance.choice(heads) + 1), range(0, -(-len_k // keys) * keys, case.block_n)
     names, stored = functions_by_key(case, ONE_PASS, language, change, grouped=False)
-    copied = watch_collector(names, case, language, stored)
+    copied, registers = watch_collector(names, case, language, stored), chance.choice((160, 240))
+    names["registers_of"] = lambda consumers: registers
     wanted = {"dq": True, "dk": True, "dv": True, "d_bias": chance.random() < 0.5}
     given = dict(
         q=Anything(), k=Anything(), v=Anything(), bias=Anything() if kind == "bias of pairs" else None, mask=None, d_out=Anything(),
@@ -51,7 +52,7 @@ def run_one_pass(kind: str, chance: random.Random, change: tuple[str, str] | Non
         d_bias=Anything() if wanted["d_bias"] else None, extents=names["Extents"](len(heads), len(heads), len_q, len_k),
         HEAD_DIM=48, VALUE_DIM=48, DIM=48, DIM_V=48, CONSUMERS=consumers, STAGES=case.stages, KEY_STAGES=chance.choice((1, 2)),
         D_SCORES=chance.choice((1, 2)), ROOMS=-(-len_q // case.block_m) + chance.randint(0, 1), EVEN_N=len_k % keys == 0,
-        HIDES=kind == "lists" or not case.left is case.right is None, REGISTERS=chance.choice((160, 240)),
+        HIDES=kind == "lists" or not case.left is case.right is None,
     )  # fmt: skip
     run(names["_one_pass_kernel"], given, language, chance)
     check_barriers(language, dict(kv_full="kv_free", q_full="free", d_out_full="free", ds_full="ds_free"))

@@ -85,7 +85,7 @@ def test_gradients_are_exact(case: Case, dtype: torch.dtype, served: list[Proble
 )
 def test_all_sizes_are_exact(case: Case, sizes: tuple[int, ...], served: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those that the rows here have room for and longer ones do not."""
-    monkeypatch.setattr(one_pass, "one_pass_sizes", lambda *given, **named: OnePassSizes(*sizes, 4, 1))
+    monkeypatch.setattr(one_pass, "one_pass_sizes", lambda *given, **named: OnePassSizes(*sizes, 4))
     wrong = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
     assert not wrong, wrong
     assert served, "another kernel was taken"
@@ -111,14 +111,14 @@ def sizes_of(width: int, len_q: int, len_k: int, **others: bool) -> OnePassSizes
 @pytest.mark.parametrize(
     ("width", "len_q", "len_k", "others", "expected"),
     [
-        (32, 1024, 1024, {}, (2, 2, 2, 2, 16, 1)),
-        (32, 768, 768, {"biased": True}, (3, 2, 1, 1, 12, 1)),
-        (32, 768, 768, {"biased": True, "hides": True}, (2, 2, 2, 2, 12, 1)),
-        (32, 768, 768, {"biased": True, "hides": True, "stores": True}, (2, 2, 2, 2, 12, 1)),
-        (32, 100, 192, {}, (3, 2, 2, 2, 2, 1)),
-        (64, 197, 192, {}, (2, 2, 2, 2, 4, 1)),
-        (64, 512, 512, {}, (2, 2, 1, 1, 8, 1)),
-        (64, 384, 384, {"biased": True}, (2, 2, 1, 1, 6, 1)),
+        (32, 1024, 1024, {}, (2, 2, 2, 2, 16)),
+        (32, 768, 768, {"biased": True}, (3, 2, 1, 1, 12)),
+        (32, 768, 768, {"biased": True, "hides": True}, (2, 2, 2, 2, 12)),
+        (32, 768, 768, {"biased": True, "hides": True, "stores": True}, (2, 2, 2, 2, 12)),
+        (32, 100, 192, {}, (3, 2, 2, 2, 2)),
+        (64, 197, 192, {}, (2, 2, 2, 2, 4)),
+        (64, 512, 512, {}, (2, 2, 1, 1, 8)),
+        (64, 384, 384, {"biased": True}, (2, 2, 1, 1, 6)),
         (64, 512, 512, {"biased": True}, None),
         (32, 1025, 64, {}, None),
         (128, 100, 100, {}, None),
@@ -147,7 +147,7 @@ def test_the_page_has_the_longest_rows_that_fit() -> None:
 
 @pytest.mark.parametrize("consumers", [2, 3])
 def test_registers_fit_a_processor(consumers: int) -> None:
-    launched, own = copies.launch_registers(consumers + 1), one_pass.registers_of(consumers, 1)
+    launched, own = copies.launch_registers(consumers + 1), one_pass.registers_of(consumers)
     assert launched % 8 == own % 8 == one_pass.collector_registers(consumers) % 8 == 0
     assert 128 * (consumers + 2) * launched <= 65536
     assert consumers * own + one_pass.collector_registers(consumers) + copies.PRODUCER_REGISTERS.value <= (consumers + 2) * launched
