@@ -24,7 +24,7 @@ from dmattn.kernels.hopper.backward_sizes import OnePassSizes, one_pass_sizes
 MANY = dict(batch=27, heads=4)  # (batch, head) for nearly all of 132 processors
 CASES = (
     Case("plain-d32-200x264", 200, 264, **MANY, head_dim=32),
-    Case("odd-dims-d24-values-20-130x100", 130, 100, **MANY, head_dim=24, value_dim=20, transposed=True),
+    Case("odd-dims-d24-values-40-130x100", 130, 100, **MANY, head_dim=24, value_dim=40, transposed=True),
     Case("d16-150x70", 150, 70, **MANY, head_dim=16),
     Case("d40-values-64-129x257", 129, 257, **MANY, head_dim=40, value_dim=64),
     Case("longest-d64-512x130", 512, 130, **MANY, head_dim=64),

@@ -157,12 +157,13 @@ def test_tiles_without_a_pair_are_not_visited(bias: str | None, softcap: float |
 def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told that a mask hides nothing, no kernel of either pass finds out that it hides everything."""
     case = Case("full", 37, 128, bias=bias)  # whole tiles of keys: what passes their end has something to hide
-    inputs = case.inputs(torch.float32, device)
+    mask = torch.ones(2, 1, 37, 128, dtype=torch.bool, device=device)
+    inputs = replace(case.inputs(torch.float32, device), mask=mask)
     expected = results(attention, inputs, case.options)
     monkeypatch.setattr(importlib.import_module("dmattn.kernels.run"), "scan", lambda mask, states: states.fill_(ATTENDED))
-    inputs = replace(inputs, mask=torch.zeros(2, 1, 37, 128, dtype=torch.bool, device=device))
+    inputs = replace(inputs, mask=torch.zeros_like(mask))
     for name, value in results(attention, inputs, case.options).items():
-        torch.testing.assert_close(value, expected[name], msg=name)
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("device", KERNELS)
@@ -170,12 +171,13 @@ def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str,
 def test_tiles_without_a_hidden_pair_load_no_bits(bias: str | None, device: str) -> None:
     """Told by its states that a block mask hides nothing, no kernel of either pass finds out that its bits hide everything."""
     case = Case("full", 37, 128, bias=bias)
-    inputs = case.inputs(torch.float32, device)
+    mask = torch.ones(2, 1, 37, 128, dtype=torch.bool, device=device)
+    inputs = replace(case.inputs(torch.float32, device), mask=BlockMask.from_mask(mask))
     expected = results(attention, inputs, case.options)
-    hidden = BlockMask.from_mask(torch.zeros(2, 1, 37, 128, dtype=torch.bool, device=device))
+    hidden = BlockMask.from_mask(torch.zeros_like(mask))
     inputs = replace(inputs, mask=replace(hidden, states=torch.full_like(hidden.states, ATTENDED)))
     for name, value in results(attention, inputs, case.options).items():
-        torch.testing.assert_close(value, expected[name], msg=name)
+        assert torch.equal(value, expected[name]), name
 
 
 def test_states_have_no_gradient(device: str) -> None:
