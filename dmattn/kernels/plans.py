@@ -12,7 +12,7 @@ import triton
 
 from .base import tiles
 from .base.tiles import FEW_ROWS, Tile, block_dim
-from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, WINDOW, named_family, named_feature
+from .features import EVERY, INTERVALS, MASKS, PACKED, PAIR_BIAS, WINDOW, named_family, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.backward_sizes import one_pass_sizes
 from .hopper.copies import NARROWEST, consumers_of
@@ -28,6 +28,7 @@ from .traits import D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_KEY, D_QUERY, D_VALUE, Tra
 _RESULTS = frozenset({"out", "d_out", "d_query"})
 _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
 _OF_NARROW = "with head dims of 64"
+_KEYS_WITHOUT_LISTS = 256  # under a mask, up to which few queries read all keys
 _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
 # A tanh (`hopper.registers.capped`) is off by 1e-7 or so, and scores by that times the softcap: by the most a tenth of float16's rounding. The
 # least leaves room for the scale over it.
@@ -180,19 +181,28 @@ def one_tile(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def split_keys(traits: Traits) -> Iterator[str]:
-    """One tile holds the queries of several heads, or the programs would leave processors room for more and there are keys for two splits."""
+    """One tile holds the few queries of several heads; or the programs would leave processors room for more, and there are keys to split.
+
+    And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all.
+    """
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     if limits.block_m == 0:
         yield _without_tile(traits)
         return
     packing = portable_split_keys.Packing.of(limits, group, traits.len_q, traits.kv_heads * traits.batch)
-    packed, most = group > 1 and traits.len_q <= packing.queries, traits.processors if traits.len_q <= FEW_ROWS else traits.processors // 2
-    visible = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right)
-    least = 2 * (portable_split_keys.LEAST_KEYS if packed else portable_split_keys.least_keys(group, traits.len_q))
-    if visible < least:
+    visible, are_few = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), traits.len_q <= FEW_ROWS
+    is_masked = not traits.features.isdisjoint(MASKS)
+    if group > 1 and traits.len_q <= packing.queries and (2 * traits.len_q <= FEW_ROWS or packing.programs >= traits.processors):
+        return
+    if are_few and is_masked and visible <= _KEYS_WITHOUT_LISTS and traits.features.isdisjoint(PACKED):
+        return
+    results = traits.batch * traits.heads * traits.len_q * traits.value_dim
+    work = portable_split_keys.Work(group, traits.len_q, visible, results, is_masked)
+    if work.worthwhile(work.most) == 1:
         rows = f"{traits.len_q} queries" + ("" if group == 1 else f" of {group} heads that share keys")
-        yield f"is for few queries over many keys, as in decoding: at least {least} visible keys for {rows}, not {visible}"
-    if not packed and packing.programs > most:
+        yield f"is for few queries over many keys, as in decoding: splits of {visible} visible keys for {rows} save less than their sum takes"
+    most = traits.processors if are_few else traits.processors // 2
+    if packing.programs > most:
         yield f"is for at most {most} programs, before keys are split, on {traits.processors} multiprocessors, not {packing.programs}"
 
 

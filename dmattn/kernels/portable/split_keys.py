@@ -6,6 +6,7 @@ Each share of the keys gives an attention of its own; a second kernel merges the
 of Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.)
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -29,6 +30,14 @@ PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one
 # batch entries of head dim 128 in 0.134 ms instead of 0.183, 16 of head dim 64 in 0.043 instead of 0.040.
 PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 4, 256  # of keys and values together, at least
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
+# NVIDIA H200, 2026-11-28: (1, 32 on 8, 4 x 777, 96) 0.0259 ms unsplit, 0.0127 in 6 splits, 0.0112 in 12; (1, 8 on 1, 4 x 1500, 128) 0.0315 and
+# 0.0106. Results of so few bytes are merged in 2 microseconds, in which a program reads about 250 keys (docs/history.md).
+FEW_BYTES = 1 << 20  # of all parts
+KEYS_OF_FEW = 64  # of a split then, at least
+QUERIES_OF_FEW = 64  # of a head, at most: more are Hopper's kernel's
+# Fewer that a program has to read for splits to pay; twice as many for parts of FEW_BYTES. By (2, 20, 1 x 300, 128), padded, 0.0205 unsplit and
+# 0.0137 in 4 splits; without a mask and with fewer bytes in `few_queries_few_keys_nvidia_h200.json`.
+KEYS_OF_A_MERGE, KEYS_OF_A_MASKED_MERGE = 256, 128
 # NVIDIA H200, 2026-11-28: 128 programs of 1024 keys of head dim 64 0.0189 ms unsplit, 0.0207 in two; of 2048 keys of 128 0.0533 and 0.0472.
 MOST_PROCESSORS = 0.75  # of them, where programs count as many
 BYTES_OF_ONE = 1 << 18  # of keys and values, which a program reads as fast as it would wait for the kernel that merges
@@ -74,9 +83,27 @@ def visible_keys(len_q: int, len_k: int, left: int | None, right: int | None) ->
     return end - begin
 
 
-def least_keys(group: int, len_q: int) -> int:
-    """How many keys a split is worth at least, where so many heads share keys."""
-    return max(LEAST_KEYS, KEYS_PER_ROW * group * len_q)
+class Work(NamedTuple):
+    """What decides how many splits are worth while."""
+
+    group: int  # heads that share keys
+    len_q: int
+    visible: int  # `visible_keys`
+    results: int  # elements of out
+    is_masked: bool
+
+    @property
+    def most(self) -> int:
+        """The most splits. Each has LEAST_KEYS and what KEYS_PER_ROW says; or fewer where all parts of few queries take few bytes."""
+        few = FEW_BYTES // max(4 * self.results, 1) if self.len_q <= QUERIES_OF_FEW else 0
+        least = max(LEAST_KEYS, KEYS_PER_ROW * self.group * self.len_q)
+        return min(max(self.visible // least, min(self.visible // KEYS_OF_FEW, few), 1), MOST_SPLITS)
+
+    def worthwhile(self, splits: int) -> int:
+        """So many, or 1 where they save less than merging them takes."""
+        merge = KEYS_OF_A_MASKED_MERGE if self.is_masked else KEYS_OF_A_MERGE
+        least = merge * (1 + min(4 * splits * self.results / FEW_BYTES, 1))
+        return splits if self.visible - self.visible // splits >= least else 1
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -94,8 +121,8 @@ def plan_of(problem: Problem) -> Plan:
     read = visible * (problem.key.shape[3] + problem.value.shape[3]) * problem.key.element_size()
     if packing.programs >= MOST_PROCESSORS * count and read <= BYTES_OF_ONE and not differs:
         fill = 1
-    most = min(MOST_SPLITS, visible // least_keys(group, len_q))
-    return Plan(limits._replace(block_m=packing.rows), packing, max(1, min(fill, most)))
+    work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * problem.value.shape[3], problem.is_masked)
+    return Plan(limits._replace(block_m=packing.rows), packing, work.worthwhile(max(1, min(fill, work.most))))
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
