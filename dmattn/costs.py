@@ -128,12 +128,11 @@ class Call:
         is_hopper = any(choice.row.targets is not None for choice in choices)
         problem, out, lse = flattened(problem, self.out, self.lse)
         d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
-        splits = name == "forward" and choices[0].row.name == "split keys"
         besides = {
             "lists of blocks": looks_for_blocks and (problem.is_masked or problem.first is not None),
             "columns of the bias of keys": is_of_keys and is_hopper,
             "the table in float32": problem.zero is not None and is_hopper,
-            "results over parts of the keys": splits or any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices),
+            "results over parts of the keys": any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices),
         }
         if name == "forward":
             return _size(self.states), besides
@@ -198,6 +197,10 @@ class Call:
 
 def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
     """Whether kernels may split the keys of each block of queries, and merge results of the parts."""
+    if row == "split keys":
+        from .kernels.portable.split_keys import plan_of
+
+        return plan_of(problem).splits > 1 or problem.ends_q is not None
     kernel = row.removesuffix(", pairs loaded")
     if kernel not in ("Hopper", "Hopper: d_query"):
         return False
