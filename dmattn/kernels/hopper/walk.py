@@ -20,6 +20,7 @@ from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..base.window import own_keys
+from ..portable.query_grad import FEW_BYTES
 from ..portable.split_keys import KEYS_PER_ROW, MOST_SPLITS, visible_keys
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
@@ -29,6 +30,7 @@ from .copies import PANEL, copied_dims, copy, place_of_keys, tiled_vectors
 
 # NVIDIA H100, 2026-11-25: 512 queries over 50176 keys in 2 parts instead of 1, forward 0.492 to 0.303 ms, of which 0.024 merges the parts.
 KEYS_OF_A_PART = 2048  # at least: 16 tiles, which take about as long as merging
+KEYS_OF_FEW = 512  # the same where all parts together take FEW_BYTES
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
 
 
@@ -101,7 +103,8 @@ def parts_of_keys(problem: Problem, works: int, result: Any) -> int:
     rows = len_q * heads // kv_heads * 2 * result.shape[3]  # of a result, for a row of the mean width of keys and values
     least = max(KEYS_OF_A_PART, KEYS_PER_ROW * rows // (head_dim + value_dim))
     keys = visible_keys(len_q, len_k, problem.left, problem.right)
-    return max(1, min(MOST_SPLITS, processors(problem.query.device) // works, keys // least))
+    few = min(keys // KEYS_OF_FEW, FEW_BYTES // max(4 * result.numel(), 1))
+    return max(1, min(MOST_SPLITS, processors(problem.query.device) // works, max(keys // least, few)))
 
 
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:

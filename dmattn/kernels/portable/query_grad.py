@@ -1,23 +1,35 @@
-"""dQ, and the dBias of a bias that no two (batch, head) share: a program owns a block of queries and walks the keys they may attend."""
+"""dQ, and the dBias of a bias that no two (batch, head) share: a program owns a block of queries and walks the keys they may attend.
+
+Where few blocks would leave processors idle, each has several programs with a part of the keys, and a second kernel adds their dQ in order.
+"""
+
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
+from ..base.device import processors
 from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
-from ..base.layout import Span, load_pairs, sequence, store_pairs, store_rows, store_zeros, strided
+from ..base.layout import Sequence, Span, load_pairs, sequence, store_pairs, store_rows, store_zeros, strided
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
+from ..base.parts import empty_parts, sum_parts
 from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
-from ..base.place import place_queries
+from ..base.place import place_work
 from ..base.query_terms import Given, Incoming, terms_of
 from ..base.rules import LANES, add_at_ends, add_at_one_end, load_ends2, place_of_first, rules_of, through_softcap
 from ..base.softmax import divisor2, score_gradient
 from ..base.tiles import launch_options, pick
 from ..base.window import next_step
 from ..visits.walk import key_lists, key_range, key_step, key_steps
+from .split_keys import MOST_SPLITS, visible_keys
+
+KEYS_OF_A_PART = 256  # at least: adding parts takes as long as walking about so many
+FEW_BYTES = 4 << 20  # of all parts, be keys and values as few as they may
+PROGRAMS_PER_PROCESSOR = 2
 
 
 def query_gradients(
@@ -33,12 +45,15 @@ def query_gradients(
     heads = problem.query.shape[1]
     tile = pick("queries of d_bias" if holds_ds else "queries", problem)
     blocks = packed_blocks(problem, tile.block_m)
+    works = count_blocks(problem, blocks, tile.block_m) * heads
+    count = 1 if end_sums is not None else parts_of_keys(problem, works, d_query)
+    d_q = d_query if count == 1 else empty_parts(d_query, count)
     lists = key_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.ends_q is not None) and not holds_ds:
         d_bias.zero_()  # the blocks of keys that no list names, and what lies beyond the lengths of packed sequences
     launch(
         _query_gradients_kernel,
-        count_blocks(problem, blocks, tile.block_m) * heads,
+        works * count,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),
@@ -46,26 +61,47 @@ def query_gradients(
         d_out=strided(incoming.d_out, heads),
         given=given,
         stored=None if holds_ds else incoming.stored(problem),
-        d_q=strided(d_query, heads),
+        d_q=strided(d_q, heads),
         d_bias=strided(d_bias, heads),
         end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
-        DS_IS_MADE=holds_ds,
-        **launch_options(problem, tile, incoming.d_out, d_query, d_bias),
+        parts=None if count == 1 else count,
+        **launch_options(problem, tile, incoming.d_out, d_q, d_bias),
     )
+    if count > 1:
+        sum_parts(d_q, d_query)
 
 
-@triton.jit
+def parts_of_keys(problem: Problem, works: int, d_query: Any) -> int:
+    """Into how many parts the keys of so many blocks of queries are split, for programs to keep all processors busy.
+
+    Parts take up to a twenty-fifth of the memory of keys and values, or FEW_BYTES. It is 1 for packed sequences, beside a table of distances,
+    whose walk has several ranges, and for a `d_query` that no single strides walk.
+    """
+    if problem.ends_q is not None or problem.zero is not None or not isinstance(d_query, Tensor) or not d_query.numel():
+        return 1
+    (len_q, len_k), value = (problem.query.shape[2], problem.key.shape[2]), problem.value
+    room = max(FEW_BYTES, (problem.key.numel() + value.numel()) * value.element_size() // 25) // (4 * d_query.numel())
+    fill = PROGRAMS_PER_PROCESSOR * processors(d_query.device) // works
+    return max(1, min(fill, visible_keys(len_q, len_k, problem.left, problem.right) // KEYS_OF_A_PART, room, MOST_SPLITS))
+
+
+@triton.jit(do_not_specialize=["parts"])
 def _query_gradients_kernel(
-    q, k, v, rules, d_out, given, stored, d_q, d_bias, end_sums, heads, len_q, len_k, DS_IS_MADE: tl.constexpr,
+    q, k, v, rules, d_out, given, stored, d_q, d_bias, end_sums, heads, len_q, len_k, parts,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one (batch, head), from a grid of one axis. Writes dQ, and dS as rows of dBias unless DS_IS_MADE already.
+    """One program: BLOCK_M queries of one (batch, head), from a grid of one axis, and all of their keys or one of the parts. Writes dQ, and dS as
+    rows of dBias unless it is made already. Of a table of distances it writes the sums at its ends.
 
-    Of a table of distances it writes the sums at its ends.
+    Parts of the same queries are neighbours. Their dQ lie one behind the other on the batch axis.
     """
     follow()
-    block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
+    DS_IS_MADE: tl.constexpr = given is None
+    program, programs, part = tl.program_id(0), tl.num_programs(0), 0
+    if parts is not None:
+        part, program, programs = program % parts, program // parts, programs // parts
+    block, head, batch = place_work(program, programs, rules, len_q, heads, BLOCK_M)
     seq = sequence(rules.ends, batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
@@ -101,25 +137,33 @@ def _query_gradients_kernel(
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
             dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, DS_IS_MADE=False, PRECISION=PRECISION)
         end = begin
-    following = key_step(rules, seq, rows, begin, end, full_end, BLOCK_M, BLOCK_N)
-    for step in tl.range(begin, end, BLOCK_N):
+    own_begin, own_end = begin, full_end
+    if parts is not None:
+        steps = tl.cdiv(full_end - begin, BLOCK_N)
+        own_begin, own_end = begin + steps * part // parts * BLOCK_N, begin + steps * (part + 1) // parts * BLOCK_N
+    following = key_step(rules, seq, rows, own_begin, end, full_end, BLOCK_M, BLOCK_N)
+    for step in tl.range(own_begin, end if parts is None else tl.minimum(own_end, end), BLOCK_N):
         start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION)
     if rules.lists is not None:
-        for step in tl.range(end, full_end, BLOCK_N):
+        for step in tl.range(end if parts is None else tl.maximum(own_begin, end), own_end, BLOCK_N):
             start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
             dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=False, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION)
     if rules.lists is None and rules.ends is None and not DS_IS_MADE:
-        for start in tl.range(0, begin, BLOCK_N):
-            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
-            store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
-        for start in tl.range(begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, BLOCK_N):
-            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
-            store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
+        if part == 0:
+            for start in tl.range(0, begin, BLOCK_N):
+                cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
+                store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
+            for start in tl.range(begin + tl.cdiv(end - begin, BLOCK_N) * BLOCK_N, len_k, BLOCK_N):
+                cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
+                store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
     if d_q is not None:
-        store_pieces(d_q, seq, rows, dims, times(dq, rules.scale))
+        place = seq
+        if parts is not None:
+            place = Sequence(part * (programs // (tl.cdiv(len_q, BLOCK_M) * heads)) + batch, head, len_q, len_k)
+        store_pieces(d_q, place, rows, dims, times(dq, rules.scale))
     if end_sums is not None:
         store_rows(end_sums[0], seq, rows, ends[0])
         store_rows(end_sums[1], seq, rows, ends[1])

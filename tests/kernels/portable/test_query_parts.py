@@ -1,0 +1,107 @@
+"""dQ of few queries, the keys of which are split into parts for several programs: that it is exact and repeats, and how many parts there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import NEEDS_CUDA
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dmattn import attention
+from dmattn.equivalence import Case, check, results
+from dmattn.execution import replay
+from dmattn.execution.backend import interpreting
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from compile_report import meta
+
+from dmattn.kernels.base.leading import flattened
+from dmattn.kernels.portable import query_grad
+
+interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
+RUNS = [pytest.param("cpu", dtype, marks=interpreted) for dtype in (torch.float32, torch.float16)]
+RUNS += [pytest.param("cuda", dtype, marks=NEEDS_CUDA) for dtype in (torch.bfloat16, torch.float32)]
+SMALL = dict(batch=2, heads=2, head_dim=24)
+CASES = (
+    Case("plain", 19, 150, **SMALL),
+    Case("gqa-causal-sinks", 5, 97, batch=2, heads=4, kv_heads=2, head_dim=16, causal=True, sinks="far"),
+    Case("rows-without-keys", 60, 33, **SMALL, causal=True),
+    Case("window-softcap", 30, 140, **SMALL, window=(40, 3), softcap=3.0),
+    Case("own-bias-window", 20, 130, **SMALL, window=(60, 0), bias="bhqk"),
+    Case("own-bias-fp32-softcap", 20, 130, **SMALL, bias="bhqk", bias_dtype=torch.float32, softcap=3.0),
+    Case("shared-bias", 20, 130, **SMALL, bias="1hqk"),
+    Case("key-bias-padding", 3, 150, **SMALL, bias="bh1k", mask="b11k", keep="padding"),
+    Case("own-bias-random-mask", 37, 150, **SMALL, bias="bhqk", mask="b1qk", keep="random-empty-rows"),
+    Case("block-mask", 40, 200, **SMALL, mask="1hqk", keep="blocks", blocked=True),
+    Case("documents", 64, **SMALL, intervals="documents", causal=True),
+    Case("wide", 3, 90, batch=1, heads=2, head_dim=264, value_dim=40),
+)
+
+
+@pytest.fixture
+def parted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of parts of what the kernel gets, however few keys there are: up to 5 on any GPU. Parts that nobody writes are NaN."""
+    numbers: list[int] = []
+    ours, made = query_grad.parts_of_keys, query_grad.empty_parts
+
+    def counted(*arguments) -> int:
+        numbers.append(min(ours(*arguments), 5))
+        return numbers[-1]
+
+    monkeypatch.setattr(query_grad, "KEYS_OF_A_PART", 4)
+    monkeypatch.setattr(query_grad, "processors", lambda device: 1 << 20)
+    monkeypatch.setattr(query_grad, "parts_of_keys", counted)
+    monkeypatch.setattr(query_grad, "empty_parts", lambda *of: made(*of).fill_(float("nan")))
+    replay.forget()
+    yield numbers
+    replay.forget()
+
+
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_is_exact_and_repeats(case: Case, device: str, dtype: torch.dtype, parted: list[int], unwritten_shows: None) -> None:
+    wrong = [str(verdict) for verdict in check(case, dtype, device) if not verdict.passed]
+    assert not wrong, wrong
+    assert set(parted) == {5}
+    inputs = case.inputs(dtype, device)
+    first, second = (results(attention, inputs, case.options) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
+def test_a_table_of_distances_has_none(device: str, dtype: torch.dtype, parted: list[int]) -> None:
+    case = Case("table", 20, 130, **SMALL, bias="1hr", distances=9, zero=4)
+    assert all(verdict.passed for verdict in check(case, dtype, device))
+    assert set(parted) <= {1}
+
+
+def parts(case: Case, works: int) -> int:
+    """On a device of 132 processors."""
+    (problem,) = flattened(meta(case, torch.bfloat16))
+    return query_grad.parts_of_keys(problem, works, problem.query)
+
+
+@pytest.mark.parametrize(
+    ("case", "works", "count"),
+    [
+        (Case("few", 16, 8192, batch=2, heads=8, kv_heads=4, head_dim=192), 16, 16),
+        (Case("full", 64, 8192, batch=64, heads=8, head_dim=64), 512, 1),
+        (Case("nearly-full", 24, 20000, batch=11, heads=8, head_dim=64), 88, 3),
+        (Case("short", 16, 511, heads=2, head_dim=64), 2, 1),
+        (Case("window", 16, 8192, heads=2, head_dim=64, window=(400, 0)), 2, 1),
+        (Case("large-results", 64, 2048, batch=1, heads=32, kv_heads=1, head_dim=128), 32, 4),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_programs_fill_the_processors_as_far_as_there_are_keys(case: Case, works: int, count: int) -> None:
+    assert parts(case, works) == count
+
+
+@given(len_q=st.integers(0, 64), len_k=st.integers(0, 100_000), heads=st.sampled_from([1, 4, 8]), batch=st.integers(1, 40))
+def test_parts_take_little_memory(len_q: int, len_k: int, heads: int, batch: int) -> None:
+    count = parts(Case("any", len_q, len_k, heads=8, kv_heads=heads, batch=batch, head_dim=64), max(1, 8 * batch))
+    assert count >= 1
+    if count > 1:
+        assert count * batch * 8 * len_q * 64 * 4 <= max(4 << 20, 2 * batch * heads * len_k * 64 * 2 // 25)
