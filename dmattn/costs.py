@@ -189,10 +189,10 @@ class Call:
         return total
 
     def _has_factors_besides(self, name: str) -> bool:
-        """Whether the columns of factors, or their gradients, take tensors besides: in float16, and where PyTorch's operations make them."""
+        """Whether the columns of factors, or their gradients, take tensors besides, as where PyTorch's operations make them."""
         query, key = self.problem.query, self.problem.key
         some = name == "forward" or self.gradients.query is not None or self.gradients.key is not None
-        return some and (query.dtype == torch.float16 or query.ndim != 4 or not (query.numel() and key.numel()))
+        return some and (query.ndim != 4 or not (query.numel() and key.numel()))
 
 
 def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:

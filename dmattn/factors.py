@@ -68,13 +68,12 @@ def joined(
         expected = f"at most {most} factors, {each} beside query's head dim {query.shape[-1]} of at most {MAX_HEAD_DIM}"
         raise ValueError(f"dmattn: bias.rows: expected {expected}, received shape {tuple(bias.rows.shape)}")
     computed, inverse = torch.promote_types(query.dtype, torch.float32), 1 / scale
-    if parted == torch.float16:
-        rows, cols = _balanced(rows.to(computed) * inverse, cols.to(computed))
-        inverse = 1.0
     if _kernel_serves(query, key, rows, cols):
         held = tuple(sum(pair[side] << 2 * place for place, pair in enumerate(pairs)) for side in (0, 1))
-        return Joined(*_by_kernel(Form(held, (float(inverse), 1.0), parted, len(pairs)), query, key, rows, cols), scale)
+        return Joined(*_by_kernels(Form(held, (float(inverse), 1.0), parted, len(pairs)), query, key, rows, cols), scale)
     rows, cols = rows.to(computed) * inverse, cols.to(computed)
+    if parted == torch.float16:
+        rows, cols = _balanced(rows, cols)
     if rows.shape[-3] != 1 and rows.shape[-3] != query.shape[-3]:
         rows = rows.repeat_interleave(query.shape[-3] // rows.shape[-3], dim=-3)
     row_parts, col_parts = (_parts(x, parted, count, query.dtype) for x, count in zip((rows, cols), parts, strict=True))
@@ -144,13 +143,16 @@ def _balanced(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """The same products of each factor, from numbers of one size on both sides: powers of two are moved, as float16 has little room."""
     if not rows.numel() or not cols.numel():
         return rows, cols
-    exponents = []
-    for x in (rows, cols):
-        sizes = x.detach().abs()
-        exponents.append(torch.frexp(torch.where(sizes < float("inf"), sizes, 0.0).amax(dim=tuple(range(x.ndim - 1)))).exponent)
-    moved = ((exponents[1] - exponents[0]) >> 1).clamp(-126, 126)
+    sizes = (x.detach().abs() for x in (rows, cols))
+    powers = _powers(*(torch.where(size < float("inf"), size, 0.0).amax(dim=tuple(range(size.ndim - 1))) for size in sizes))
+    return rows * powers[0], cols * powers[1]
+
+
+def _powers(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
+    """The powers of two for rows and for cols of each factor, from the largest numbers that these have."""
+    moved = ((torch.frexp(cols).exponent - torch.frexp(rows).exponent) >> 1).clamp(-126, 126)
     power, inverse = (torch.exp2(sign * moved.double()).float() for sign in (1, -1))  # exact: of float64 the error is rounded away
-    return rows * power, cols * inverse
+    return power, inverse
 
 
 def _parts(whole: Tensor, dtype: torch.dtype, count: int, stored: torch.dtype) -> list[Tensor]:
@@ -198,57 +200,69 @@ def _width(tokens: Tensor, columns: int) -> int:
 
 
 class Form(NamedTuple):
-    """How factors become columns: times a number they are split into parts, and each of several pairs of parts is a column for each factor."""
+    """How factors become columns: times a number they are split into parts, and each of several pairs of parts is a column for each factor.
+
+    Float16 numbers are multiplied by powers of two before (:func:`_powers`).
+    """
 
     held: tuple[int, ...]  # for query and key: which part each pair has of it, from the lowest two bits on
     inverses: tuple[float, ...]  # for query and key: that number
     part: torch.dtype
     pairs: int
+    sides: tuple[int, ...] = (0, 1)  # those that are asked for: 0 is query with rows, 1 key with cols
 
 
 def _kernel_serves(*tensors: Tensor) -> bool:
-    """Whether one kernel makes both joined tensors; for others, and for who has to see operations, PyTorch's do."""
+    """Whether kernels make the joined tensors; for others, and for who has to see operations, PyTorch's do."""
     if not nothing_watches(tensors) or forward_ad._current_level >= 0:
         return False
     return by_kernels(tensors[0]) and tensors[0].ndim == 4 and all(x.numel() for x in tensors)
 
 
-def _by_kernel(form: Form, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+def _by_kernels(form: Form, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Query and key joined with rows and cols, as the operations of :func:`joined` do it, bit for bit. Differentiable."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return _apply_directly(form, *tensors)
-    return _columns(tensors, form)
+    query, key, _ = _columns(tensors, form)
+    return query, key
 
 
 @replayed
-def _columns(tensors: tuple[Tensor, ...], form: Form) -> tuple[Tensor, ...]:
-    """Query and key joined with rows and cols, by one launch."""
+def _columns(tensors: tuple[Tensor, ...], form: Form) -> tuple[Any, ...]:
+    """Query and key joined with rows and cols, by one launch, and None; of float16 by two, and the largest numbers of each factor, as bits."""
     tokens, factors = tensors[:2], tensors[2:]
     width = _width(tokens[0], form.pairs * factors[0].shape[-1])
     joined = []
     for x in tokens:
         order = (0, 2, 1, 3) if x.stride(-2) > x.stride(-3) else (0, 1, 2, 3)
         joined.append(torch.empty_permuted((*x.shape[:-1], width), order, dtype=x.dtype, device=x.device))
-    module = kernels(tokens[0].device, interpreting())
-    module.join_factors(tokens, factors, tuple(joined), form)
-    return tuple(joined)
+    largest = None
+    if form.part == torch.float16:
+        largest = torch.zeros((2, factors[0].shape[-1]), dtype=torch.int32, device=tokens[0].device)
+    kernels(tokens[0].device, interpreting()).join_factors(tokens, factors, tuple(joined), largest, form)
+    return *joined, largest
 
 
 @replayed
-def _factor_gradients(d_joined: tuple[Tensor, ...], likes: tuple[Any, ...], form: Form, dim: int) -> tuple[Tensor, ...]:
+def _factor_gradients(
+    d_joined: tuple[Tensor, ...], likes: tuple[Any, ...], largest: Tensor | None, form: Form, dim: int
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Gradients of factors, each like (shape, dtype), from those of joined tensors, by one launch."""
     made = tuple(x.new_empty(shape, dtype=dtype) for x, (shape, dtype) in zip(d_joined, likes, strict=True))
-    kernels(d_joined[0].device, interpreting()).factor_gradients(d_joined, made, form, dim)
+    kernels(d_joined[0].device, interpreting()).factor_gradients(d_joined, made, largest, form, dim)
     return made
 
 
-def _factor_gradient(d_joined: Tensor, like: Any, held: int, inverse: float, dim: int, pairs: int) -> Tensor:
+def _factor_gradient(d_joined: Tensor, like: Any, side: int, largest: Tensor | None, form: Form, dim: int) -> Tensor:
     """That of one side, by operations, so that it is differentiable."""
     (batch, heads, _, count), dtype = like
-    first = [pair for pair in range(pairs) if held >> 2 * pair & 3 == 0]
-    parts = d_joined[..., dim : dim + pairs * count].unflatten(-1, (pairs, count))[..., first, :].float().sum(-2)
+    first = [pair for pair in range(form.pairs) if form.held[side] >> 2 * pair & 3 == 0]
+    parts = d_joined[..., dim : dim + form.pairs * count].unflatten(-1, (form.pairs, count))[..., first, :].float().sum(-2)
     parts = parts.unflatten(1, (heads, -1)).sum(2)
-    return ((parts if batch == parts.shape[0] else parts.sum(0, keepdim=True)) * inverse).to(dtype)
+    parts = parts if batch == parts.shape[0] else parts.sum(0, keepdim=True)
+    if largest is not None:
+        parts = parts * _powers(*largest.view(torch.float32))[side]
+    return (parts * form.inverses[side]).to(dtype)
 
 
 class DmattnFactorColumns(torch.autograd.Function):
@@ -258,22 +272,23 @@ class DmattnFactorColumns(torch.autograd.Function):
     def forward(ctx: Any, form: Form, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.form, ctx.dim, ctx.likes = form, tensors[0].shape[-1], [(tuple(x.shape), x.dtype) for x in tensors[2:]]
-        joined, needs = _columns(tensors, form), ctx.needs_input_grad[1:]
+        (*joined, largest), needs = _columns(tensors, form), ctx.needs_input_grad[1:]
+        ctx.save_for_backward(largest)
         ctx.mark_non_differentiable(*(x for side, x in enumerate(joined) if not (needs[side] or needs[2 + side])))
-        return joined
+        return tuple(joined)
 
     @staticmethod
     def backward(ctx: Any, *d_joined: Tensor | None) -> tuple[Tensor | None, ...]:
         form, dim, needs = ctx.form, ctx.dim, ctx.needs_input_grad[1:]
         found: list[Tensor | None] = [None if x is None or not needs[i] else x[..., :dim] for i, x in enumerate(d_joined)] + [None, None]
-        sides = [side for side in (0, 1) if needs[2 + side] and d_joined[side] is not None]
-        of_sides: Any = (tuple(of[side] for side in sides) for of in (d_joined, ctx.likes, form.held, form.inverses))
-        given, likes, held, inverses = of_sides
+        sides = tuple(side for side in (0, 1) if needs[2 + side] and d_joined[side] is not None)
+        of_sides: Any = (tuple(of[side] for side in sides) for of in (d_joined, ctx.likes))
+        given, likes = of_sides
         made: tuple[Tensor, ...] = ()
         if sides and (torch.is_grad_enabled() or not nothing_watches(given)):  # it is to be differentiated again
-            made = tuple(_factor_gradient(*each, dim, form.pairs) for each in zip(given, likes, held, inverses, strict=True))
+            made = tuple(_factor_gradient(*each, *ctx.saved_tensors, form, dim) for each in zip(given, likes, sides, strict=True))
         elif sides:
-            made = _factor_gradients(given, likes, form._replace(held=held, inverses=inverses), dim)
+            made = _factor_gradients(given, likes, *ctx.saved_tensors, form._replace(sides=sides), dim)
         for side, x in zip(sides, made, strict=True):
             found[2 + side] = x
         return None, *found

@@ -307,8 +307,8 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums, early starts, barriers made twice, and stores of
     two and of four bytes to global memory.
 
-    Atomics on shared memory are how tl.histogram counts, and relaxed sums of integers how programs draw numbers: neither is a sum of rounded
-    numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes
+    Atomics on shared memory are how tl.histogram counts, relaxed sums of integers how programs draw numbers, and relaxed maxima of integers how
+    they find the largest factor: none is a sum of rounded numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes
     then hold different sums of the same numbers. A kernel that is launched before another ends has to wait for it before it touches global
     memory, or starts early. A barrier that is made twice shares its memory with another: nobody uses one of them, or it would be there longer.
     What lies there later may be overwritten, as a barrier is made by another unit of the processor than stores.
@@ -316,13 +316,13 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
         fields = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", code)}
-        registers, spilled, atomics = fields["vgpr_count"], fields["vgpr_spill_count"] * 4, re.findall(r"global_atomic|buffer_atomic", code)
+        registers, spilled, atomics = fields["vgpr_count"], fields["vgpr_spill_count"] * 4, re.findall(r"(?:global|buffer)_atomic_(?!(?:s|i32_)?max)", code)
         uneven: list[str] = []
     else:
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
         code = compiled.asm["ptx"]
-        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared|global\.gpu\.relaxed\.add\.u32)", code, re.M)
+        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared|global\.gpu\.relaxed\.(?:add\.u32|max\.s32))", code, re.M)
         from_lanes = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", code))
         uneven = [addend for addend in re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", code) if addend in from_lanes]
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]
@@ -419,8 +419,9 @@ def launch_all(compiler: Compiler) -> None:
     for compiler.case, dtype, part, pairs, width in FACTORS:
         tokens, columns = (torch.empty((4, 2048, 8, dim), dtype=dtype, device="meta").transpose(1, 2) for dim in (32, width))
         factors, form = torch.empty((4, 1, 2048, 5), device="meta"), Form((1, 4), (0.3, 1.0), part, pairs)
-        kernels.join_factors((tokens, tokens), (factors, factors), (columns, columns), form)
-        kernels.factor_gradients((columns, columns), (factors, factors), form, 32)
+        largest = torch.empty((2, 5), dtype=torch.int32, device="meta") if part == FP16 else None
+        kernels.join_factors((tokens, tokens), (factors, factors), (columns, columns), largest, form)
+        kernels.factor_gradients((columns, columns), (factors, factors), largest, form, 32)
 
 
 def noted(name: str) -> covers.Launches:

@@ -85,7 +85,7 @@ def test_kernels_compile_without_excess(target):
     expected |= {"_summary_kernel", "_sort_kernel", "_merge_kernel", "_count_kernel", "_accumulate_kernel", "_deaths_kernel"}
     expected |= {"_numbers_kernel", "_digits_kernel", "_best_kernel", "_reorder_kernel"}
     expected |= {"_split_kernel", "_merge_splits_kernel", "_sink_gradients_kernel", "_join_kernel"}
-    expected |= {"_join_factors_kernel", "_factor_gradients_kernel"}
+    expected |= {"_largest_factors_kernel", "_join_factors_kernel", "_factor_gradients_kernel"}
     expected |= {"_bands_kernel", "_table_kernel", "_packed_blocks_kernel"}
     expected |= {"_row_gradients_kernel"} if target == "sm_90" else set()  # the only target with a tile for it
     if target == "sm_90" and hopper.GLUON:

@@ -129,7 +129,7 @@ def test_parts_stored_in_float32_are_those_of_operations(device: str) -> None:
     query, key, *of = (x.detach() for x in CASES[1].tensors(FP32, FP32, device))
     width, form = 64, factors.Form((0x940, 0x124), (1.0, 1.0), BF16, 6)
     made = tuple(x.new_full((*x.shape[:-1], width), NAN) for x in (query, key))
-    kernels.join_factors((query, key), tuple(of), made, form)
+    kernels.join_factors((query, key), tuple(of), made, None, form)
     pairs = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0))
     for side, (x, whole, tokens) in enumerate(zip(made, of, (query, key), strict=True)):
         parts = factors._parts(whole, BF16, 3, FP32)
@@ -164,7 +164,7 @@ def test_second_derivatives_are_those_of_operations(case: Columns, device: str) 
 @pytest.mark.parametrize("how", ["grad", "jvp", "no elements", "five axes", "float64"])
 def test_operations_serve_what_the_kernel_does_not(how: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the results that the dense bias has; a call of the kernel would raise."""
-    monkeypatch.setattr(factors, "_by_kernel", None)
+    monkeypatch.setattr(factors, "_by_kernels", None)
     length, dtype = 0 if how == "no elements" else 9, FP64 if how == "float64" else FP32
     random = torch.Generator().manual_seed(0)
     tokens = torch.randn((1, 2, length, 8), generator=random).to(device, dtype)
