@@ -43,10 +43,12 @@ class Pass(NamedTuple):
     `makes` says of each row which results it makes in this call: a row's name has what it can make at once, but for `out` and
     the gradient of a bias of keys. One may make what others read. `memory` is in bytes, beyond inputs, results and a counter from which
     programs take their next block; None where it is not counted. Under a :class:`dmattn.FactoredBias` it has the copies of query and key that
-    are joined with columns, and in the backward pass the gradients of these, of which d_query and d_key are views, not counted.
+    are joined with columns, and in the backward pass the gradients of these, of which d_query and d_key are views, not counted,
+    nor are 8 bytes a factor in float16.
     `memory_besides` names what `memory` leaves out, some of it made only where it saves time: "lists of blocks" that a mask leaves; "columns of
     the bias of keys" and "the table in float32" of a :class:`dmattn.RelativeBias`, from which Hopper's kernels read these biases; "results over
-    parts of the keys", "parts of d_bias" and "parts of d_sinks", which are merged; and "factors in float32", where PyTorch's operations make the columns.
+    parts of the keys", "parts of d_bias" and "parts of d_sinks", which are merged; and "factors in float32", where PyTorch's operations make
+    their columns, as beside more leading axes.
 
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once, of query and key with their columns.
     `seconds` is the larger of the times that both take at the peak of the target; None where that is unknown. Pairs that causal or a window

@@ -24,6 +24,7 @@ from dmattn import IntervalMask, RelativeBias, attention, dynamic_mask_attention
 from dmattn.equivalence import Case
 from dmattn.execution import passes, replay
 from dmattn.execution.recorder import Recorder
+from dmattn.factors import Form, _columns, _factor_gradients
 from dmattn.fields import Distances, Intervals
 from dmattn.problem import Problem
 
@@ -300,6 +301,35 @@ def test_one_tensor_given_twice_may_be_two_tensors_later(launches: Launches) -> 
         arguments = str(call(*(torch.randn(1, 2, 70, 32) for _ in range(3))))
     assert all(f"operand {place}" in arguments for place in range(5))
     assert "tensor" not in arguments
+
+
+@on_a_cpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_columns_of_factors_are_repeated(dtype: torch.dtype, launches: Launches) -> None:
+    """With zeros to find the largest float16 factors from, in each call."""
+    form, largest = Form((4, 1), (0.3, 1.0), dtype, 3), []
+
+    def call(seed: int) -> list[tuple]:
+        random = torch.Generator().manual_seed(seed)
+        tensors = tuple(torch.randn(2, 2, 70, size, generator=random).to(of) for size, of in ((32, dtype),) * 2 + ((5, torch.float32),) * 2)
+        *joined, found = _columns(tensors, form)
+        seen = launches.taken([*tensors, *joined, found])
+        largest.append(found)
+        for sides in ((0, 1), (0,), (1,)):
+            likes, given = (((2, 2, 70, 5), torch.float32),) * len(sides), tuple(joined[side] for side in sides)
+            gradients = _factor_gradients(given, likes, found, form._replace(sides=sides), 32)
+            seen += launches.taken([*given, found, *gradients])
+        return seen
+
+    with launches:
+        recorded, asked = call(0), launches.asked
+        assert asked == len(recorded) == (5 if dtype == torch.float16 else 4)
+        repeated = call(1)
+        assert launches.asked == asked
+        replay.switch("0")
+        assert recorded == repeated == call(1)
+    assert all(x is None for x in largest) if dtype != torch.float16 else not any(x.any() for x in largest)
+    assert len({id(x) for x in largest}) == (3 if dtype == torch.float16 else 1)
 
 
 @on_a_cpu

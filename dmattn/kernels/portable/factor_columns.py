@@ -1,7 +1,7 @@
 """Query and key joined with columns for the factors of a bias (`dmattn.factors`), and the gradients of the factors. One launch for both.
 
-Of float16 powers of two are moved between the factors of both sides, by the largest numbers that each has. These are found by another launch,
-as integers, of which the largest does not depend on the order. PyTorch's operations would be about thirty launches, each longer than what it does.
+Of float16 powers of two are moved between the factors of both sides, by the largest numbers that each has. Another launch finds these, as
+integers, of which the largest does not depend on the order. PyTorch's operations would be about thirty launches, each longer than what it does.
 """
 
 from typing import Any, NamedTuple

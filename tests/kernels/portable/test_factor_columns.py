@@ -34,6 +34,7 @@ class Columns(NamedTuple):
     scale: float | None = None
     sequence_first: bool = False
     is_packed: bool = False
+    factors_first: bool = False  # in memory, before the tokens
 
     def tensors(self, dtype: torch.dtype, of: torch.dtype, device: str) -> list[Tensor]:
         """Query, key, rows and cols, numbers of many sizes, some without a finite one."""
@@ -78,7 +79,7 @@ def both(case: Columns, dtype: torch.dtype, tensors: list[Tensor]) -> list[Any]:
 
 def check_bits(x: Tensor, y: Tensor) -> None:
     assert (x.dtype, x.shape, x.stride()) == (y.dtype, y.shape, y.stride())
-    whole = torch.int32 if x.element_size() == 4 else torch.int16
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     assert torch.equal(x.isnan(), y.isnan())
     assert torch.equal(x.detach().view(whole)[~x.isnan()], y.detach().view(whole)[~y.isnan()])
 
@@ -123,6 +124,42 @@ def test_numbers_without_room_are_the_same(scale: float, dtype: torch.dtype, dev
         check_bits(x, y)
 
 
+SIZES = (0.0, 2.0**-149, 1e-40, 1.5 * 2.0**-126, 3e-20, 1.0, 60000.0, 2.0**127, INF)  # of all finite numbers of a factor, but for the last
+WIDE = [
+    Columns((37, 81), (70, 81), head_dim=8, factors_first=True),
+    Columns((2, 1, 37, 81), (2, 1, 70, 81), head_dim=8, scale=-0.3, sequence_first=True),
+    Columns((1, 2, 37, 81), (2, 2, 70, 81), head_dim=8, scale=2.0**-20, factors_first=True),
+    Columns((2, 4, 37, 81), (1, 1, 70, 81), head_dim=8, scale=3e6),
+    Columns((37, 4, 81), (70, 81), head_dim=8, is_packed=True),
+    Columns((37, 2, 81), (70, 2, 81), head_dim=8, scale=2.0**64, is_packed=True),
+]
+
+
+@devices
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("case", WIDE, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize("of", [FP32, FP16, FP64], ids=str)
+def test_float16_moves_the_powers_of_two_that_operations_do(of: torch.dtype, case: Columns, device: str) -> None:
+    """Between factors of any two sizes, beside numbers that are not finite. Sums of whole numbers have the same bits in any order."""
+    query, key, *given = case.tensors(FP16, FP32, device)
+    sizes = [torch.tensor(each, device=device) for each in zip(*product(SIZES, SIZES), strict=True)]
+    sides = []
+    for x, size in zip(given, sizes, strict=True):
+        x = (x.detach() / x.detach().abs().amax(tuple(range(x.ndim - 1))) * size).to(of)
+        x.view(-1, 81)[2, ::2], x.view(-1, 81)[3, ::3] = INF, NAN
+        x = x.mT.contiguous().mT if case.factors_first else x
+        sides.append(x.requires_grad_())
+    tensors, found = [query, key, *sides], []
+    for made in both(case, FP16, tensors):
+        d_joined = [torch.randint(-9, 9, x.shape, generator=torch.Generator().manual_seed(1)).to(device, FP16) for x in made[:2]]
+        found.append([*made[:2], *torch.autograd.grad(made[:2], tensors, d_joined, retain_graph=True)])
+        for x, d_x, leaf in zip(made[:2], d_joined, sides, strict=True):
+            found[-1] += torch.autograd.grad(x, leaf, d_x, retain_graph=True)
+    for x, y in zip(*found, strict=True):
+        check_bits(x, y)
+
+
 @devices
 def test_parts_stored_in_float32_are_those_of_operations(device: str) -> None:
     """As beside TF32, which drops what a part has beyond its dtype."""
@@ -149,11 +186,12 @@ def test_a_side_without_a_gradient_has_none(wanted: int, device: str) -> None:
 
 @devices
 @cases
-def test_second_derivatives_are_those_of_operations(case: Columns, device: str) -> None:
-    tensors = case.tensors(FP32, FP32, device)
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+def test_second_derivatives_are_those_of_operations(dtype: torch.dtype, case: Columns, device: str) -> None:
+    tensors = case.tensors(dtype, FP32, device)
     found = []
-    for made in both(case, FP32, tensors):
-        first = torch.autograd.grad(sum(x.square().sum() for x in made[:2]), tensors, create_graph=True)
+    for made in both(case, dtype, tensors):
+        first = torch.autograd.grad(sum(x.float().square().sum() for x in made[:2]), tensors, create_graph=True)
         weights = (torch.linspace(-1, 1, x.numel(), device=device).view(x.shape) for x in first)
         found.append([*first, *torch.autograd.grad(sum((x * weight).sum() for x, weight in zip(first, weights, strict=True)), tensors)])
     for x, y in zip(*found, strict=True):
