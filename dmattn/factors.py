@@ -282,13 +282,14 @@ class DmattnFactorColumns(torch.autograd.Function):
         form, dim, needs = ctx.form, ctx.dim, ctx.needs_input_grad[1:]
         found: list[Tensor | None] = [None if x is None or not needs[i] else x[..., :dim] for i, x in enumerate(d_joined)] + [None, None]
         sides = tuple(side for side in (0, 1) if needs[2 + side] and d_joined[side] is not None)
+        if not sides:
+            return None, *found
         of_sides: Any = (tuple(of[side] for side in sides) for of in (d_joined, ctx.likes))
-        given, likes = of_sides
-        made: tuple[Tensor, ...] = ()
-        if sides and (torch.is_grad_enabled() or not nothing_watches(given)):  # it is to be differentiated again
-            made = tuple(_factor_gradient(*each, *ctx.saved_tensors, form, dim) for each in zip(given, likes, sides, strict=True))
-        elif sides:
-            made = _factor_gradients(given, likes, *ctx.saved_tensors, form._replace(sides=sides), dim)
+        (largest,), (given, likes) = ctx.saved_tensors, of_sides
+        if torch.is_grad_enabled() or not nothing_watches(given):  # it is to be differentiated again
+            made = tuple(_factor_gradient(x, like, side, largest, form, dim) for x, like, side in zip(given, likes, sides, strict=True))
+        else:
+            made = _factor_gradients(given, likes, largest, form._replace(sides=sides), dim)
         for side, x in zip(sides, made, strict=True):
             found[2 + side] = x
         return None, *found

@@ -316,11 +316,8 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
         fields = {key: int(value) for key, value in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", code)}
-        registers, spilled, atomics = (
-            fields["vgpr_count"],
-            fields["vgpr_spill_count"] * 4,
-            re.findall(r"(?:global|buffer)_atomic_(?!s?max)", code),
-        )
+        registers, spilled = fields["vgpr_count"], fields["vgpr_spill_count"] * 4
+        atomics = re.findall(r"(?:global|buffer)_atomic_(?!s?max)", code)
         uneven: list[str] = []
     else:
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
