@@ -233,12 +233,13 @@ def _columns(tensors: tuple[Tensor, ...], form: Form) -> tuple[Any, ...]:
     tokens, factors = tensors[:2], tensors[2:]
     width = _width(tokens[0], form.pairs * factors[0].shape[-1])
     joined = []
-    for x in tokens:
-        order = (0, 2, 1, 3) if x.stride(-2) > x.stride(-3) else (0, 1, 2, 3)
-        joined.append(torch.empty_permuted((*x.shape[:-1], width), order, dtype=x.dtype, device=x.device))
+    for x in tokens:  # not by torch.empty_permuted, nor torch.zeros: a record would repeat the detach in each
+        batch, heads, length, _ = x.shape
+        steps = (width, heads * width) if x.stride(-2) > x.stride(-3) else (length * width, width)
+        joined.append(x.new_empty_strided((batch, heads, length, width), (heads * length * width, *steps, 1)))
     largest = None
     if form.part == torch.float16:
-        largest = torch.zeros((2, factors[0].shape[-1]), dtype=torch.int32, device=tokens[0].device)
+        largest = tokens[0].new_empty((2, factors[0].shape[-1]), dtype=torch.int32).zero_()
     kernels(tokens[0].device, interpreting()).join_factors(tokens, factors, tuple(joined), largest, form)
     return *joined, largest
 

@@ -323,7 +323,8 @@ def test_columns_of_factors_are_repeated(dtype: torch.dtype, launches: Launches)
 
     with launches:
         recorded, asked = call(0), launches.asked
-        assert asked == len(recorded) == (5 if dtype == torch.float16 else 4)
+        names = ["aten.zero_.default", "_largest_factors_kernel"] if dtype == torch.float16 else []
+        assert [name for name, *_ in recorded] == [*names, "_join_factors_kernel", *["_factor_gradients_kernel"] * 3]
         repeated = call(1)
         assert launches.asked == asked
         replay.switch("0")
