@@ -201,12 +201,13 @@ def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
         from .kernels.portable.split_keys import plan_of
 
         return plan_of(problem).splits > 1 or problem.ends_q is not None
-    if row in ("portable: d_query, d_bias", "portable: d_query of d_bias"):
+    if row.startswith("portable: d_query"):
         from .kernels.base.tiles import pick
         from .kernels.portable import query_grad
 
-        tile = pick("queries" if row.endswith("d_query, d_bias") else "queries of d_bias", problem)
-        return query_grad.parts_of_keys(problem, math.prod(problem.query.shape[:2]) * -(-problem.query.shape[2] // tile.block_m), d_query) > 1
+        tile = pick("queries of d_bias" if row.endswith("of d_bias") else "queries", problem)
+        works = math.prod(problem.query.shape[:2]) * -(-problem.query.shape[2] // tile.block_m)
+        return query_grad.parts_of_keys(problem, works, d_query) > 1
     kernel = row.removesuffix(", pairs loaded")
     if kernel not in ("Hopper", "Hopper: d_query"):
         return False

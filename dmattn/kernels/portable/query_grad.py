@@ -91,8 +91,8 @@ def _query_gradients_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_M queries of one (batch, head), from a grid of one axis, and all of their keys or one of the parts. Writes dQ, and dS as
-    rows of dBias unless it is made already. Of a table of distances it writes the sums at its ends.
+    """One program: BLOCK_M queries of one (batch, head), from a grid of one axis, and all of their keys or one of the parts. Writes dQ, and dS
+    as rows of dBias unless it is made already. Of a table of distances it writes the sums at its ends.
 
     Parts of the same queries are neighbours. Their dQ lie one behind the other on the batch axis.
     """
@@ -151,7 +151,7 @@ def _query_gradients_kernel(
             start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
             dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=False, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION)
-    if rules.lists is None and rules.ends is None and not DS_IS_MADE:
+    if rules.lists is None and rules.ends is None and not DS_IS_MADE:  # noqa: SIM102 - as in window.py
         if part == 0:
             for start in tl.range(0, begin, BLOCK_N):
                 cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), len_k)
