@@ -56,7 +56,7 @@ def query_gradients(
         works * count,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
+        v=None if holds_ds else strided(problem.value, heads),
         rules=rules_of(problem, lists, packed_blocks=blocks),
         d_out=strided(incoming.d_out, heads),
         given=given,
@@ -92,12 +92,12 @@ def _query_gradients_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one (batch, head), from a grid of one axis, and all of their keys or one of the parts. Writes dQ, and dS
-    as rows of dBias unless it is made already. Of a table of distances it writes the sums at its ends.
+    as rows of dBias unless it is made already, and no V is given. Of a table of distances it writes the sums at its ends.
 
     Parts of the same queries are neighbours. Their dQ lie one behind the other on the batch axis.
     """
     follow()
-    DS_IS_MADE: tl.constexpr = given is None
+    DS_IS_MADE: tl.constexpr = v is None
     program, programs, part = tl.program_id(0), tl.num_programs(0), 0
     if parts is not None:
         part, program, programs = program % parts, program // parts, programs // parts
