@@ -27,7 +27,7 @@ SMALL = dict(batch=2, heads=2, head_dim=24)
 CASES = (
     Case("plain", 19, 150, **SMALL),
     Case("gqa-causal-sinks", 5, 97, batch=2, heads=4, kv_heads=2, head_dim=16, causal=True, sinks="far"),
-    Case("rows-without-keys", 60, 33, **SMALL, causal=True),
+    Case("grouped-causal", 60, 73, batch=2, heads=3, kv_heads=1, head_dim=24, causal=True),
     Case("window-softcap", 30, 140, **SMALL, window=(40, 3), softcap=3.0),
     Case("own-bias-window", 20, 130, **SMALL, window=(60, 0), bias="bhqk"),
     Case("own-bias-fp32-softcap", 20, 130, **SMALL, bias="bhqk", bias_dtype=torch.float32, softcap=3.0),
@@ -35,7 +35,7 @@ CASES = (
     Case("key-bias-padding", 3, 150, **SMALL, bias="bh1k", mask="b11k", keep="padding"),
     Case("own-bias-random-mask", 37, 150, **SMALL, bias="bhqk", mask="b1qk", keep="random-empty-rows"),
     Case("block-mask", 40, 200, **SMALL, mask="1hqk", keep="blocks", blocked=True),
-    Case("documents", 64, **SMALL, intervals="documents", causal=True),
+    Case("intervals-with-empty-rows", 40, 150, **SMALL, intervals="random"),
     Case("wide", 3, 90, batch=1, heads=2, head_dim=264, value_dim=40),
 )
 
