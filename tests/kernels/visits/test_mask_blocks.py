@@ -152,12 +152,19 @@ def test_tiles_without_a_pair_are_not_visited(bias: str | None, softcap: float |
         assert torch.equal(value, clean[name]), name
 
 
+def several_tiles(bias: str | None, device: str) -> tuple[Case, torch.Tensor]:
+    """A problem and a mask that hides nothing, of several tiles of queries and of keys, as of one there are no lists. Those of keys are whole:
+    what passes their end has something to hide.
+    """
+    len_q, len_k = (37, 128) if device == "cpu" else (165, 512)
+    return Case("full", len_q, len_k, bias=bias), torch.ones(2, 1, len_q, len_k, dtype=torch.bool, device=device)
+
+
 @pytest.mark.parametrize("device", KERNELS)
 @pytest.mark.parametrize("bias", BIASES)
 def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told that a mask hides nothing, no kernel of either pass finds out that it hides everything."""
-    case = Case("full", 37, 128, bias=bias)  # whole tiles of keys: what passes their end has something to hide
-    mask = torch.ones(2, 1, 37, 128, dtype=torch.bool, device=device)
+    case, mask = several_tiles(bias, device)
     inputs = replace(case.inputs(torch.float32, device), mask=mask)
     expected = results(attention, inputs, case.options)
     monkeypatch.setattr(importlib.import_module("dmattn.kernels.run"), "scan", lambda mask, states: states.fill_(ATTENDED))
@@ -170,8 +177,7 @@ def test_tiles_without_a_hidden_pair_load_no_mask(bias: str | None, device: str,
 @pytest.mark.parametrize("bias", BIASES)
 def test_tiles_without_a_hidden_pair_load_no_bits(bias: str | None, device: str) -> None:
     """Told by its states that a block mask hides nothing, no kernel of either pass finds out that its bits hide everything."""
-    case = Case("full", 37, 128, bias=bias)
-    mask = torch.ones(2, 1, 37, 128, dtype=torch.bool, device=device)
+    case, mask = several_tiles(bias, device)
     inputs = replace(case.inputs(torch.float32, device), mask=BlockMask.from_mask(mask))
     expected = results(attention, inputs, case.options)
     hidden = BlockMask.from_mask(torch.zeros_like(mask))
