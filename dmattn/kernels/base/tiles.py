@@ -109,6 +109,7 @@ _WIDE_ONE_TILE = ((64, Tile(32, 32, 4, 1)), (256, _NOTHING_FITS))  # for "one ti
 _INTERPRETED = Tile(32, 32, 4, 1)
 _INTERPRETED_PIECES = dict.fromkeys(_FLOATS_DEFAULT, Tile(32, 32, 4, 1, 64))
 FEW_ROWS = 16  # queries of all heads that share keys: as many as a matrix product takes at least
+_OVER_QUERIES = {"forward", "keys", "queries", "queries of d_bias"}  # kernels that may have tiles of so many
 _RULING = ("mask", "bias", "first", "last", "also_first", "also_last")  # fields of a problem, loaded by places of queries or keys
 
 
@@ -125,19 +126,21 @@ def pick(kernel: str, problem: Problem, is_frozen: bool = False) -> Tile:
         # Half of the warps have no registers for as many keys in pieces, but in the forward pass to head dim 128 (docs/history.md).
         fewer = tile.dims < WHOLE and (kernel != "forward" or max(query.shape[3], problem.value.shape[3]) > 128)
         tile = tile._replace(block_m=64, warps=4, block_n=min(32, tile.block_n) if fewer else tile.block_n)
-    if kernel == "forward" and query.shape[2] <= FEW_ROWS and tile.warps == 4 and _may_have_few_rows(problem):
-        tile = tile._replace(block_m=FEW_ROWS)
+    if kernel in _OVER_QUERIES and query.shape[2] <= FEW_ROWS and (kernel != "forward" or tile.warps == 4) and _may_have_few_rows(problem):
+        tile = tile._replace(block_m=FEW_ROWS, warps=tile.warps if kernel == "keys" else 4)
     return tile
 
 
 def _may_have_few_rows(problem: Problem) -> bool:
-    """Whether a tile of the forward pass may have FEW_ROWS queries, and be faster where there are no more, or as fast.
+    """Whether a tile may have FEW_ROWS queries, and be faster where there are no more, or as fast.
 
     NVIDIA H200, 2026-11-27: one query of 512 (batch, head) beside a bias, over 512 keys of head dim 64 0.032 to 0.029 ms, over 2048 with
     padding 0.081 to 0.072, head dims 128 and 256 as before.
     """
     query, pairwise = problem.query, problem.pair_mask is not None or problem.bits is not None
-    return not pairwise and problem.first is None and query.dtype.itemsize == 2 and device_family(query.device) == "sm_90"
+    if pairwise or problem.first is not None or max(query.shape[3], problem.value.shape[3]) > 256:
+        return False
+    return query.dtype.itemsize == 2 and device_family(query.device) == "sm_90"
 
 
 def kinds_of(kernel: str, problem: Problem) -> tuple[str, ...]:
