@@ -124,7 +124,7 @@ class Call:
         from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
 
-        is_of_keys, looks_for_blocks = problem.key_bias is not None, any(choice.row.name not in WITHOUT_LISTS for choice in choices)
+        is_of_keys, looks_for_blocks = problem.key_bias is not None, any(_looks_for_blocks(problem, choice.row.name) for choice in choices)
         is_hopper = any(choice.row.targets is not None for choice in choices)
         problem, out, lse = flattened(problem, self.out, self.lse)
         d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
@@ -132,13 +132,12 @@ class Call:
             "lists of blocks": looks_for_blocks and (problem.is_masked or problem.first is not None),
             "columns of the bias of keys": is_of_keys and is_hopper,
             "the table in float32": problem.zero is not None and is_hopper,
-            "results over parts of the keys": any(_in_parts(problem, out, d_query, choice.row.name) for choice in choices),
         }
+        total = sum(_of_parts(problem, out, d_query, choice.row.name) for choice in choices)
         if name == "forward":
-            return _size(self.states), besides
+            return total + _size(self.states), besides
         d_bias = flattened_gradients(self.gradients, self.problem).bias
         makes = frozenset[str]().union(*(choice.makes for choice in choices))
-        total = 0
         incoming = Incoming.without_terms(
             out,
             lse,
@@ -195,35 +194,45 @@ class Call:
         return some and (query.ndim != 4 or not (query.numel() and key.numel()))
 
 
-def _in_parts(problem: Problem, out: Any, d_query: Any, row: str) -> bool:
-    """Whether kernels may split the keys of each block of queries, and merge results of the parts."""
+def _looks_for_blocks(problem: Problem, row: str) -> bool:
+    """Whether kernels of a row may make lists of the blocks that a mask leaves."""
     if row == "split keys":
+        from .kernels.portable.split_keys import reads_lists
+
+        return reads_lists(problem)
+    return row not in WITHOUT_LISTS
+
+
+def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
+    """Bytes of results over parts of the keys of each block of queries, in float32, which are merged. Those of out have their lse."""
+    kernel, (batch, heads, len_q, _) = row.removesuffix(", pairs loaded"), problem.query.shape
+    value_dim, works = problem.value.shape[3], batch * heads
+    of_out, of_query = (4 * batch * heads * len_q * width for width in (value_dim + 1, problem.query.shape[3]))
+    if kernel == "split keys":
         from .kernels.portable.split_keys import plan_of
 
-        return plan_of(problem).splits > 1 or problem.ends_q is not None
-    if row.startswith("portable: d_query"):
+        splits = plan_of(problem).splits
+        return splits * of_out if splits > 1 or problem.ends_q is not None else 0
+    if kernel.startswith("portable: d_query"):
         from .kernels.base.tiles import pick
-        from .kernels.portable import query_grad
+        from .kernels.portable.query_grad import parts_of_keys as parts_of_dq
 
-        tile = pick("queries of d_bias" if row.endswith("of d_bias") else "queries", problem)
-        works = math.prod(problem.query.shape[:2]) * -(-problem.query.shape[2] // tile.block_m)
-        return query_grad.parts_of_keys(problem, works, d_query) > 1
-    kernel = row.removesuffix(", pairs loaded")
+        if problem.ends_q is not None or d_query is None:
+            return 0
+        tile = pick("queries of d_bias" if kernel.endswith("of d_bias") else "queries", problem)
+        parts = parts_of_dq(problem, works * -(-len_q // tile.block_m), d_query)
+        return parts * of_query if parts > 1 else 0
     if kernel not in ("Hopper", "Hopper: d_query"):
-        return False
+        return 0
     from .kernels.hopper.backward_sizes import query_sizes
     from .kernels.hopper.copies import forward_dims
     from .kernels.hopper.forward_sizes import sizes_of
     from .kernels.hopper.walk import parts_of_keys
 
-    batch, heads, len_q, _ = problem.query.shape
     forward = kernel == "Hopper"
-    if forward:
-        consumers = sizes_of(problem, *forward_dims(problem), loaded=row != kernel).consumers
-    else:
-        consumers = query_sizes(problem).consumers
-    block = 64 * consumers
-    return parts_of_keys(problem, batch * heads * -(-len_q // block), out if forward else d_query) > 1
+    consumers = (sizes_of(problem, *forward_dims(problem), loaded=row != kernel) if forward else query_sizes(problem)).consumers
+    parts = parts_of_keys(problem, works * -(-len_q // (64 * consumers)), out if forward else d_query)
+    return parts * (of_out if forward else of_query) if parts > 1 else 0
 
 
 def _sizes(x: Tensor) -> list[int]:

@@ -379,18 +379,20 @@ def test_memory_is_that_which_the_passes_allocate(target: str) -> None:
     assert exact > 20
 
 
-PARTS, LISTS, COLUMNS, MERGED = "parts of d_bias", "lists of blocks", "columns of the bias of keys", "results over parts of the keys"
+PARTS, LISTS, COLUMNS = "parts of d_bias", "lists of blocks", "columns of the bias of keys"
 BESIDES: tuple[tuple[Case, tuple[str, ...], tuple[str, ...]], ...] = (
     (Case("plain", 512, head_dim=64), (), ()),
-    (Case("mask", 512, head_dim=64, mask="b1qk"), (LISTS,), (LISTS, MERGED)),
+    (Case("mask", 512, head_dim=64, mask="b1qk"), (LISTS,), (LISTS,)),
     (Case("documents", 512, head_dim=64, intervals="documents"), (LISTS,), (LISTS,)),
     (Case("one-tile-mask", 49, head_dim=32, mask="b1qk"), (), ()),
     (Case("bias-of-keys", 512, head_dim=64, bias="bh1k"), (COLUMNS,), (COLUMNS,)),
     (Case("table", 512, head_dim=64, bias="1hr", distances=65, zero=32), ("the table in float32",), ("the table in float32", PARTS)),
     (Case("shared-bias", 512, batch=8, head_dim=64, bias="1hqk"), (), (PARTS,)),
     (Case("sinks", 512, head_dim=64, sinks="random"), (), ("parts of d_sinks",)),
-    (Case("decoding", 1, 8192, batch=1, head_dim=64), (MERGED,), (MERGED,)),
-    (Case("few-queries", 128, 14000, batch=1, heads=8, head_dim=192, value_dim=128), (MERGED,), (MERGED,)),
+    (Case("decoding", 1, 8192, batch=1, head_dim=64), (), ()),
+    (Case("decoding-mask", 1, 100, batch=32, heads=8, head_dim=64, mask="b11k"), (), (LISTS,)),
+    (Case("decoding-mask-many", 1, 9000, batch=32, heads=8, kv_heads=4, head_dim=128, mask="b11k"), (LISTS,), (LISTS,)),
+    (Case("few-queries", 128, 14000, batch=1, heads=8, head_dim=192, value_dim=128), (), ()),
 )  # fmt: skip
 
 

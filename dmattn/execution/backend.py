@@ -93,12 +93,9 @@ def allocate_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor | None]:
     `states` are None without a mask, and on the PyTorch path.
     """
     query = problem.query
-    shape = (*query.shape[:-1], problem.value.shape[-1])
-    strides, step = [1] * len(shape), 1
-    for axis in (-1, -3, -2, *range(-4, -len(shape) - 1, -1)):
-        strides[axis], step = step, step * max(shape[axis], 1)
-    # not a transposed view, which the caller could not change in place, nor torch.empty_permuted, whose detach a record would repeat
-    out = query.new_empty_strided(shape, strides)
+    shape, axes = (*query.shape[:-1], problem.value.shape[-1]), query.ndim
+    # not a transposed view, which the caller could not change in place
+    out = torch.empty_permuted(shape, (*range(axes - 3), axes - 2, axes - 3, axes - 1), dtype=query.dtype, device=query.device)
     lse = query.new_empty(query.shape[:-1], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
     if problem.mask is None or not by_kernels(query):
         return out, lse, None

@@ -183,7 +183,9 @@ def one_tile(traits: Traits) -> Iterator[str | None]:
 def split_keys(traits: Traits) -> Iterator[str]:
     """One tile holds the few queries of several heads; or the programs would leave processors room for more, and there are keys to split.
 
-    And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all.
+    And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all. Results of packed
+    sequences are merged anyway, which takes longer than reading few keys. Where 9 queries or more of two heads fill a tile, and too few of them
+    the processors, programs of their own are faster.
     """
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     if limits.block_m == 0:
@@ -192,18 +194,23 @@ def split_keys(traits: Traits) -> Iterator[str]:
     packing = portable_split_keys.Packing.of(limits, group, traits.len_q, traits.kv_heads * traits.batch)
     visible, are_few = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), traits.len_q <= FEW_ROWS
     is_masked = not traits.features.isdisjoint(MASKS)
-    if group > 1 and traits.len_q <= packing.queries and (2 * traits.len_q <= FEW_ROWS or packing.programs >= traits.processors):
+    in_one_tile, is_packed = group > 1 and traits.len_q <= packing.queries, not traits.features.isdisjoint(PACKED)
+    are_many = visible >= 2 * portable_split_keys.LEAST_KEYS
+    if in_one_tile and (
+        (2 * traits.len_q <= FEW_ROWS and not is_packed) or (are_many and (group > 2 or packing.programs >= traits.processors))
+    ):
         return
-    if are_few and is_masked and visible <= _KEYS_WITHOUT_LISTS and traits.features.isdisjoint(PACKED):
+    read = traits.batch * traits.kv_heads * traits.len_k * (traits.head_dim + traits.value_dim) * traits.dtype.itemsize
+    if are_few and is_masked and visible <= _KEYS_WITHOUT_LISTS and not is_packed and read < portable_split_keys.LISTED_BYTES:
         return
     results = traits.batch * traits.heads * traits.len_q * traits.value_dim
     work = portable_split_keys.Work(group, traits.len_q, visible, results, is_masked)
     if work.worthwhile(work.most) == 1:
         rows = f"{traits.len_q} queries" + ("" if group == 1 else f" of {group} heads that share keys")
-        yield f"is for few queries over many keys, as in decoding: splits of {visible} visible keys for {rows} save less than their sum takes"
+        yield f"is for few queries over more keys, as in decoding: to split {visible} visible keys of {rows} would save less than merging takes"
     most = traits.processors if are_few else traits.processors // 2
-    if packing.programs > most:
-        yield f"is for at most {most} programs, before keys are split, on {traits.processors} multiprocessors, not {packing.programs}"
+    if packing.programs > most and not in_one_tile:
+        yield f"is for keys that fewer programs would read: {packing.programs} fill {traits.processors} multiprocessors, it splits up to {most}"
 
 
 @joined

@@ -74,7 +74,7 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
     "hopper.key_grad_intervals._key_gradients_kernel": lambda given: of_keys("Hopper: d_key, d_value", *on_hopper(given), " by intervals"),
     "portable.query_grad._query_gradients_kernel": lambda given: (
         ("portable: d_query of d_bias", {D_QUERY: given["d_q"]})
-        if given["DS_IS_MADE"]
+        if given["v"] is None
         else (
             "portable: d_query, d_bias" + " of float32" * (given["d_out"].ptr.dtype == torch.float32),
             {D_QUERY: given["d_q"], D_BIAS_OF_PAIRS: given["d_bias"], END_SUMS: given["end_sums"]} | made(given),
@@ -292,11 +292,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: one tile", dict(dtype=FP32), "serves up to 32 queries and 32 keys, not 49 and 49"),
     ("forward: split keys", dict(features=frozenset({"dropout", "bias of keys"})), "does not serve dropout"),
     ("forward: split keys", dict(features=frozenset({"intervals by head"})), "does not serve intervals that differ among heads that share keys"),
-    ("forward: split keys", dict(kv_heads=32, len_k=300, batch=1), "is for few queries over many keys, as in decoding: splits of 300 visible keys for 1 queries save less than their sum takes"),
-    ("forward: split keys", dict(len_q=128, len_k=600), "is for few queries over many keys, as in decoding: splits of 600 visible keys for 128 queries of 4 heads that share keys save less than their sum takes"),
-    ("forward: split keys", dict(kv_heads=32, left=200), "is for few queries over many keys, as in decoding: splits of 201 visible keys for 1 queries save less than their sum takes"),
-    ("forward: split keys", dict(kv_heads=32, right=-9000), "is for few queries over many keys, as in decoding: splits of 0 visible keys for 1 queries save less than their sum takes"),
-    ("forward: split keys", dict(heads=8, kv_heads=8, batch=17), "is for at most 132 programs, before keys are split, on 132 multiprocessors, not 136"),
+    ("forward: split keys", dict(kv_heads=32, len_k=300, batch=1), "is for few queries over more keys, as in decoding: to split 300 visible keys of 1 queries would save less than merging takes"),
+    ("forward: split keys", dict(len_q=128, len_k=600), "is for few queries over more keys, as in decoding: to split 600 visible keys of 128 queries of 4 heads that share keys would save less than merging takes"),
+    ("forward: split keys", dict(kv_heads=32, left=200), "is for few queries over more keys, as in decoding: to split 201 visible keys of 1 queries would save less than merging takes"),
+    ("forward: split keys", dict(kv_heads=32, right=-9000), "is for few queries over more keys, as in decoding: to split 0 visible keys of 1 queries would save less than merging takes"),
+    ("forward: split keys", dict(heads=8, kv_heads=8, batch=17), "is for keys that fewer programs would read: 136 fill 132 multiprocessors, it splits up to 132"),
     ("forward: portable", dict(dtype=FP32, head_dim=512), "does not serve float32 with head dims 512 of queries and 128 of values on sm_80: pass"),
     ("forward: split keys", dict(dtype=FP32, value_dim=264), "does not serve float32 with head dims 128 of queries and 264 of values on sm_90"),
     ("forward: Hopper", dict(family="sm_100"), "is for sm_90, not sm_100"),
@@ -308,7 +308,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
     ("forward: Hopper", dict(head_dim=24), "serves head dims that round up to the same power of 2 or the next one, not 24 of queries and 128 of values"),
     ("forward: Hopper", dict(head_dim=64, value_dim=32, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
-    ("forward: split keys", dict(heads=8, kv_heads=8, batch=9, len_q=17, len_k=8192), "is for at most 66 programs, before keys are split, on 132 multiprocessors, not 72"),
+    ("forward: split keys", dict(heads=8, kv_heads=8, batch=9, len_q=17, len_k=8192), "is for keys that fewer programs would read: 72 fill 132 multiprocessors, it splits up to 66"),
     ("forward: Hopper", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, features=frozenset({"mask of heads"})), f"{AT_MOST}, not a mask (..., 1, 1)"),
     ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"bias of distances", "window"}), right=0), f"{AT_MOST}, not a RelativeBias"),

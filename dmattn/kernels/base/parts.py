@@ -11,6 +11,7 @@ from .launch import launch
 from .layout import Sequence, Span, load_tile, store_tile, strided
 from .overlap import follow
 
+LEAST_ROOM = 4 << 20  # bytes that all parts of out or dQ may take, be keys and values as few as they may
 ROWS, COLS = 8, 64  # of a program's tile: small, as results in many parts are small
 
 

@@ -20,6 +20,7 @@ from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
 from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
+from ..base.parts import sum_parts
 from ..base.query_terms import Incoming
 from ..base.rules import place_of_first
 from ..base.window import open_keys
@@ -175,7 +176,7 @@ def query_gradients(
         maxnreg=launch_registers(consumers, programs_each),
     )
     if parts is not None:
-        d_query.copy_(d_q.sum(0))
+        sum_parts(d_q.flatten(0, 1), d_query)
 
 
 @gluon.jit

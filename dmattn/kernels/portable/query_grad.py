@@ -16,7 +16,7 @@ from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_pairs, sequence, store_pairs, store_rows, store_zeros, strided
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
-from ..base.parts import empty_parts, sum_parts
+from ..base.parts import LEAST_ROOM, empty_parts, sum_parts
 from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
 from ..base.place import place_work
 from ..base.query_terms import Given, Incoming, terms_of
@@ -28,7 +28,6 @@ from ..visits.walk import key_lists, key_range, key_step, key_steps
 from .split_keys import MOST_SPLITS, visible_keys
 
 KEYS_OF_A_PART = 256  # at least: adding parts takes as long as walking about so many
-FEW_BYTES = 4 << 20  # of all parts, be keys and values as few as they may
 PROGRAMS_PER_PROCESSOR = 2
 
 
@@ -74,13 +73,13 @@ def query_gradients(
 def parts_of_keys(problem: Problem, works: int, d_query: Any) -> int:
     """Into how many parts the keys of so many blocks of queries are split, for programs to keep all processors busy.
 
-    Parts take up to a twenty-fifth of the memory of keys and values, or FEW_BYTES. It is 1 for packed sequences, beside a table of distances,
+    Parts take up to a twenty-fifth of the memory of keys and values, or LEAST_ROOM if that is more. It is 1 for packed sequences, beside a table of distances,
     whose walk has several ranges, and for a `d_query` that no single strides walk.
     """
     if problem.ends_q is not None or problem.zero is not None or not isinstance(d_query, Tensor) or not d_query.numel():
         return 1
     (len_q, len_k), value = (problem.query.shape[2], problem.key.shape[2]), problem.value
-    room = max(FEW_BYTES, (problem.key.numel() + value.numel()) * value.element_size() // 25) // (4 * d_query.numel())
+    room = max(LEAST_ROOM, (problem.key.numel() + value.numel()) * value.element_size() // 25) // (4 * d_query.numel())
     fill = PROGRAMS_PER_PROCESSOR * processors(d_query.device) // works
     return max(1, min(fill, visible_keys(len_q, len_k, problem.left, problem.right) // KEYS_OF_A_PART, room, MOST_SPLITS))
 
@@ -92,7 +91,7 @@ def _query_gradients_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M queries of one (batch, head), from a grid of one axis, and all of their keys or one of the parts. Writes dQ, and dS
-    as rows of dBias unless it is made already, and no V is given. Of a table of distances it writes the sums at its ends.
+    as rows of dBias; no V is given where dS is made already. Of a table of distances it writes the sums at its ends.
 
     Parts of the same queries are neighbours. Their dQ lie one behind the other on the batch axis.
     """

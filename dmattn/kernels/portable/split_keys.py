@@ -100,10 +100,11 @@ class Work(NamedTuple):
         return min(max(self.visible // least, min(self.visible // KEYS_OF_FEW, few), 1), MOST_SPLITS)
 
     def worthwhile(self, splits: int) -> int:
-        """So many, or 1 where they save less than merging them takes."""
+        """So many, or the most below that save more than merging them takes."""
         merge = KEYS_OF_A_MASKED_MERGE if self.is_masked else KEYS_OF_A_MERGE
-        least = merge * (1 + min(4 * splits * self.results / FEW_BYTES, 1))
-        return splits if self.visible - self.visible // splits >= least else 1
+        while splits > 1 and self.visible - self.visible // splits < merge * (1 + min(4 * splits * self.results / FEW_BYTES, 1)):
+            splits -= 1
+        return splits
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -135,8 +136,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         parts = torch.empty((splits * batch, heads, len_q, value_dim), dtype=torch.float32, device=out.device)
         lse_parts = torch.empty((splits * batch, heads, len_q), dtype=torch.float32, device=out.device)
         problem = problem._replace(sinks=None)  # which join their sum
-    mask_by_head = _by_head(problem.mask, problem) or _by_head(problem.blocks, problem)
-    listed = not mask_by_head and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
+    listed, mask_by_head = reads_lists(problem), _mask_by_head(problem)
     options = launch_options(problem, tile, out)
     del options["EVEN_M"]
     launch(
@@ -158,6 +158,11 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     )
     if are_merged:
         merge_splits(problem, parts.view(splits, *out.shape), lse_parts.view(splits, *lse.shape), sinks, out, lse)
+
+
+def reads_lists(problem: Problem) -> bool:
+    """Whether programs visit the blocks that a list names, not all."""
+    return not _mask_by_head(problem) and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
 
 
 def merge_splits(problem: Problem, parts: Tensor, lse_parts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
@@ -188,6 +193,10 @@ def merge_splits(problem: Problem, parts: Tensor, lse_parts: Tensor, sinks: Tens
 def _group(problem: Problem) -> int:
     """How many query heads share keys."""
     return problem.query.shape[1] // problem.key.shape[1]
+
+
+def _mask_by_head(problem: Problem) -> bool:
+    return _by_head(problem.mask, problem) or _by_head(problem.blocks, problem)
 
 
 def _by_head(x: Tensor | None, problem: Problem) -> bool:
