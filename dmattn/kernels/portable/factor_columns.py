@@ -1,4 +1,4 @@
-"""Query and key joined with columns for the factors of a bias (`dmattn.factors`), and the gradients of the factors. One launch for both.
+"""Query and key joined with columns for the factors of a bias (`dmattn.factors`), and the gradients of the factors. One launch for both sides.
 
 Of float16 powers of two are moved between the factors of both sides, by the largest numbers that each has. Another launch finds these, as
 integers, of which the largest does not depend on the order. PyTorch's operations would be about thirty launches, each longer than what it does.

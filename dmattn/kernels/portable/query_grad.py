@@ -73,8 +73,8 @@ def query_gradients(
 def parts_of_keys(problem: Problem, works: int, d_query: Any) -> int:
     """Into how many parts the keys of so many blocks of queries are split, for programs to keep all processors busy.
 
-    Parts take up to a twenty-fifth of the memory of keys and values, or LEAST_ROOM if that is more. It is 1 for packed sequences, beside a table of distances,
-    whose walk has several ranges, and for a `d_query` that no single strides walk.
+    Parts take up to a twenty-fifth of the memory of keys and values, or LEAST_ROOM if that is more. It is 1 for packed sequences, beside a
+    table of distances, whose walk has several ranges, and for a `d_query` that no single strides walk.
     """
     if problem.ends_q is not None or problem.zero is not None or not isinstance(d_query, Tensor) or not d_query.numel():
         return 1
