@@ -99,6 +99,25 @@ def test_compiles_into_one_graph_that_holds_the_operator(case: Case, dynamic: bo
 
 
 @no_compile
+@pytest.mark.parametrize("axis", [0, 2], ids=["batch", "queries"])
+def test_sizes_may_depend_on_data(axis: int) -> None:
+    """Those of tensors that `nonzero` makes, of which nobody knows whether one is 0 while a graph is made."""
+    inputs = Case("chosen", 9, batch=6, heads=2, head_dim=16).inputs(torch.float32, "cpu")
+    keep = torch.arange(inputs.query.shape[axis]) % 3 != 1
+
+    def chosen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        places = keep.nonzero()[:, 0]
+        if axis == 0:
+            key, value = key[places], value[places]
+        return attention(query.index_select(axis, places), key, value)
+
+    tensors = inputs.query, inputs.key, inputs.value, keep
+    torch.compiler.reset()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        assert torch.equal(torch.compile(chosen, fullgraph=True, backend="aot_eager")(*tensors), chosen(*tensors))
+
+
+@no_compile
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)])
 def test_inductor_gives_eagers_results(device: str) -> None:
     case = Case("inductor", 65, 37, heads=4, kv_heads=2, bias="1hqk", causal=True)
