@@ -115,7 +115,7 @@ def plan_of(problem: Problem) -> Plan:
     limits, group = pick("split keys", problem), _group(problem)
     (batch, kv_heads, len_k, _), len_q = problem.key.shape, problem.query.shape[2]
     packing = Packing.of(limits, group, len_q, kv_heads * batch)
-    differs = problem.mask is not None and problem.mask.shape[0] > 1
+    differs = any(x is not None and x.shape[0] > 1 for x in (problem.mask, problem.blocks))
     uneven = differs and problem.key.shape[3] + problem.value.shape[3] >= DIMS_UNDER_A_MASK
     count, visible = processors(problem.query.device), visible_keys(len_q, len_k, problem.left, problem.right)
     fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * count // packing.programs
