@@ -45,10 +45,6 @@ def _between_ends(problem: Problem) -> Problem:
     return problem._replace(left=left, right=right if problem.right is None else min(right, problem.right))
 
 
-WITHOUT_LISTS = {"one tile", "whole rows", "query terms", "sums of d_lse", "sums of d_lse and d_sinks", "d_sinks"}
-"""Rows whose kernels do not look for the blocks that a mask leaves."""
-
-
 class Copies(NamedTuple):
     """Query and key with `columns` for the factors of a bias, and which of the two need a gradient themselves, not for the factors alone."""
 
@@ -123,13 +119,14 @@ class Call:
             return 0, {}
         from .kernels.base.leading import flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
+        from .kernels.run import looks_for_blocks, scans_itself
 
-        is_of_keys, looks_for_blocks = problem.key_bias is not None, any(_looks_for_blocks(problem, choice.row.name) for choice in choices)
+        is_of_keys, looks = problem.key_bias is not None, any(looks_for_blocks(problem, choice.row) for choice in choices)
         is_hopper = any(choice.row.targets is not None for choice in choices)
         problem, out, lse = flattened(problem, self.out, self.lse)
         d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
         besides = {
-            "lists of blocks": looks_for_blocks and (problem.is_masked or problem.first is not None),
+            "lists of blocks": looks and (problem.is_masked or problem.first is not None),
             "columns of the bias of keys": is_of_keys and is_hopper,
             "the table in float32": problem.zero is not None and is_hopper,
         }
@@ -146,6 +143,8 @@ class Call:
             as_columns="columns of query terms" in makes,
         )
         total += _size(incoming.terms, incoming.delta, incoming.term_columns)
+        if scans_itself(problem, out, choices):
+            total += _size(self.states)
         if d_bias is not None and is_of_keys:
             from .kernels.base.key_sums import empty_key_sums
 
@@ -192,15 +191,6 @@ class Call:
         query, key = self.problem.query, self.problem.key
         some = name == "forward" or self.gradients.query is not None or self.gradients.key is not None
         return some and (query.ndim != 4 or not (query.numel() and key.numel()))
-
-
-def _looks_for_blocks(problem: Problem, row: str) -> bool:
-    """Whether kernels of a row may make lists of the blocks that a mask leaves."""
-    if row == "split keys":
-        from .kernels.portable.split_keys import reads_lists
-
-        return reads_lists(problem)
-    return row not in WITHOUT_LISTS
 
 
 def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:

@@ -202,7 +202,7 @@ PACKED = (
 )
 split_keys.LISTED_BYTES = 0  # lists for small problems too
 hopper_resident.FEWEST_MEMBERS = 0  # and a bias on chip
-group_parts.LEAST_QUERIES = group_parts.LEAST_HEADS = 1  # and groups of heads dealt out
+group_parts.LEAST_QUERIES = group_parts.QUERIES_OF_FLOATS = group_parts.LEAST_HEADS = 1  # and groups of heads dealt out
 narrow_heads.FULL = 0  # and Hopper's kernels for few narrow rows
 hopper_shared_query_grad.LEAST_FILL = {1: 0.0, 2: 0.0}  # the same for dBias beside dQ
 

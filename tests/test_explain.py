@@ -149,7 +149,7 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
     ),
     "a learned score per key, heads that share keys": (
         HEADS, dict(bias=empty(4, 8, 1, 4096), causal=True), "sm_90", ("Hopper",), (QUERIES, KEYS),
-        {"one tile": "needs as many heads of keys as of queries, not 8 for 32; serves up to 64", "whole rows": "does not serve causal or window"},
+        {"one tile": "serves up to 64 queries and 64 keys", "whole rows": "does not serve causal or window"},
     ),
     "dropout": (QUERY, dict(dropout_p=0.1), "sm_90", ("portable",), PORTABLE, {"Hopper": "does not serve dropout", QUERIES: "does not serve dropout"}),
     "softcap": (QUERY, dict(softcap=30.0), "sm_90", ("Hopper",), (QUERIES, KEYS), {"whole rows": "does not serve softcap"}),
@@ -460,7 +460,7 @@ def test_products_and_bytes_are_those_of_the_pairs_that_are_visible(shape: str, 
     seen = visible(len_q, len_k, rules)
     pairs, queries = int(seen.sum()), int(seen.any(1).sum())
     forward, backward = explain(query, key, value, bias=bias, **rules, target="sm_80").passes
-    assert forward.rows == ("split keys" if len_q <= 8 else "portable",)
+    assert forward.rows == ("split keys" if len_q <= 8 else "one tile",)
     assert backward.rows == (*OF_FLOAT32, "portable: d_bias")
     products = 2 * pairs * 2 * 6  # operations for each element of a head
     assert forward.flops == products * (8 + 24)

@@ -1,7 +1,7 @@
 """Which kernels serve a call: one table for each pass, in order. The first row that serves makes a result.
 
 A row names the features that it understands. A feature that it does not name refuses it, so that a new one may be slow and is never ignored.
-Its `plan` (plans.py) says what else keeps it from a call, or why another row is faster, in words for who makes the call.
+Its `plan` (plans.py, hopper_plans.py) says what else keeps it from a call, or why another row is faster, in words for who makes the call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ..notices import is_heard, slow
-from . import plans
+from . import hopper_plans, plans
 from .features import (
     ALL,
     BIASES,
@@ -28,6 +28,7 @@ from .features import (
     named_family,
     named_feature,
 )
+from .reasons import stores_d_scores
 from .traits import (
     ANY_FORM,
     D_BIAS_OF_DISTANCES,
@@ -57,7 +58,8 @@ class Row(NamedTuple):
 
     Of what it `makes`, a call gets what is wanted and no row before it makes; what it makes `besides`, it makes if no row before it does. It
     `reads` what other rows make. It is asked only where `needs` are wanted, all of them, and no row before it makes those that it makes itself.
-    While it runs it `borrows` the memory of results of rows after it.
+    While it runs it `borrows` the memory of results of rows after it. Under a mask or intervals its kernels look for the blocks that are left,
+    as a rule.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Row(NamedTuple):
     besides: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
     borrows: frozenset[str] = frozenset()
+    looks_for_blocks: bool = True
 
     def serves(self, traits: Traits) -> bool:
         """Whether :meth:`refusal` has no reason, without its words: each call asks."""
@@ -159,7 +162,7 @@ def _reads_columns(choice: Choice, traits: Traits) -> bool:
     That of d_key and d_value is 1 % slower with term columns beside bias columns. Beside head dims over 128 shared memory has no room for them,
     and beside a softcap lse is not to be part of products.
     """
-    if {"intervals", "bias of keys"} <= traits.features or plans.are_wide(traits) or traits.softcap is not None:
+    if {"intervals", "bias of keys"} <= traits.features or hopper_plans.are_wide(traits) or traits.softcap is not None:
         return False
     return TERM_COLUMNS in choice.row.reads and not choice.makes.isdisjoint({D_KEY, D_VALUE})
 
@@ -179,12 +182,16 @@ def _loading(row: Row) -> Row:
 
 
 HOPPER_FORWARD = Row(
-    "Hopper", frozenset({OUT}), MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | SOFTCAP, plans.hopper_forward, targets=HOPPER
+    "Hopper",
+    frozenset({OUT}),
+    MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | SOFTCAP,
+    hopper_plans.forward,
+    targets=HOPPER,
 )
 FORWARD = (
-    Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile),
+    Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile_forward, looks_for_blocks=False),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, plans.split_keys),
-    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, plans.resident_forward, targets=HOPPER),
+    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, hopper_plans.resident_forward, targets=HOPPER),
     HOPPER_FORWARD,
     _loading(HOPPER_FORWARD),
     Row("portable", frozenset({OUT}), ALL, plans.portable),
@@ -203,17 +210,17 @@ ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
 HOPPER_KEYS = Row(
-    "Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED | SOFTCAP, plans.hopper_keys, **WITH_COLUMNS
+    "Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED | SOFTCAP, hopper_plans.keys, **WITH_COLUMNS
 )
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals",
     OF_KEYS,
     BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | SOFTCAP,
-    plans.hopper_interval_keys,
+    hopper_plans.interval_keys,
     **WITH_COLUMNS,
 )
 HOPPER_KEYS_AND_BIAS = HOPPER_KEYS._replace(
-    name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_keys_and_bias, needs=D_SCORES
+    name="Hopper: d_key, d_value, d_bias", makes=OF_KEYS_AND_PAIRS, plan=hopper_plans.keys_and_bias, needs=D_SCORES
 )
 ONE_PASS = Row(
     "Hopper, one pass",
@@ -227,7 +234,7 @@ HOPPER_QUERY = Row(
     "Hopper: d_query",
     frozenset({D_QUERY, END_SUMS}),
     MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | SOFTCAP,
-    plans.hopper_query,
+    hopper_plans.query,
     targets=HOPPER,
     besides=TERMS,
 )
@@ -235,30 +242,37 @@ HOPPER_BIAS = Row(
     "Hopper: d_bias",
     frozenset({D_BIAS_SHARED}),
     PAIR_BIAS | WINDOW | EVERY | PACKED | SOFTCAP | {"mask of keys"},
-    plans.hopper_shared,
+    hopper_plans.shared,
     HOPPER,
     AS_DELTA,
 )
 PORTABLE_QUERY = Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=AS_DELTA)
 BACKWARD = (
-    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED - FURTHER, plans.one_tile),
+    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED - FURTHER, plans.one_tile, looks_for_blocks=False),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
         PAIR_BIAS | EVERY,
-        plans.resident_backward,
+        hopper_plans.resident_backward,
         borrows=frozenset({D_KEY, D_VALUE}),
         **ON_HOPPER,
     ),
-    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | EVERY, plans.resident_backward, **ON_HOPPER),
+    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | EVERY, hopper_plans.resident_backward, **ON_HOPPER),
     ONE_PASS,
     _loading(ONE_PASS),
-    Row("whole rows", GRADIENTS, MASKS | BIASES | EVERY | {LEADING_IN_RUNS}, plans.whole_rows, reads=AS_DELTA),
+    Row(
+        "whole rows",
+        GRADIENTS,
+        MASKS | BIASES | EVERY | {LEADING_IN_RUNS},
+        plans.whole_rows,
+        reads=AS_DELTA,
+        looks_for_blocks=False,
+    ),
     Row(
         "Hopper: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
         PAIR_BIAS | WINDOW | EVERY,
-        plans.shared_query,
+        hopper_plans.shared_query,
         **ON_HOPPER,
         needs=OF_QUERIES_AND_SHARED,
     ),
@@ -266,10 +280,13 @@ BACKWARD = (
     HOPPER_KEYS_AND_BIAS,
     _loading(HOPPER_KEYS_AND_BIAS),
     HOPPER_INTERVAL_KEYS._replace(
-        name="Hopper: d_key, d_value, d_bias by intervals", makes=OF_KEYS_AND_PAIRS, plan=plans.hopper_interval_keys_and_bias, needs=D_SCORES
+        name="Hopper: d_key, d_value, d_bias by intervals",
+        makes=OF_KEYS_AND_PAIRS,
+        plan=hopper_plans.interval_keys_and_bias,
+        needs=D_SCORES,
     ),
-    Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - SOFTCAP, plans.stores_d_scores, reads=AS_DELTA, needs=D_SCORES),
-    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - SOFTCAP, plans.stores_d_scores, reads=D_SCORES, needs=D_SCORES),
+    Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - SOFTCAP, stores_d_scores, reads=AS_DELTA, needs=D_SCORES),
+    Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - SOFTCAP, stores_d_scores, reads=D_SCORES, needs=D_SCORES),
     Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=AS_DELTA | {END_SUMS}),
     HOPPER_QUERY,
     _loading(HOPPER_QUERY),
@@ -282,10 +299,10 @@ BACKWARD = (
     HOPPER_BIAS,
     _loading(HOPPER_BIAS),
     Row("portable: d_bias", frozenset({D_BIAS_SHARED}), ALL, plans.always, reads=AS_DELTA),
-    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, plans.always),
-    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=TERMS),
-    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERMS | {ANY_FORM}),
-    Row("query terms", TERMS, ALL, plans.always),
+    Row("sums of d_lse", frozenset({D_BIAS_OF_QUERIES}), ALL - SINKS - FURTHER, plans.always, looks_for_blocks=False),
+    Row("sums of d_lse and d_sinks", frozenset({D_BIAS_OF_QUERIES}), ALL - FURTHER, plans.always, reads=TERMS, looks_for_blocks=False),
+    Row("d_sinks", frozenset({D_SINKS}), ALL, plans.always, reads=TERMS | {ANY_FORM}, looks_for_blocks=False),
+    Row("query terms", TERMS, ALL, plans.always, looks_for_blocks=False),
 )
 
 NAMED_FOR = {row.name: row.targets for row in FORWARD + BACKWARD if row.targets is not None}

@@ -33,12 +33,12 @@ def narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Itera
 
     Of other calls these kernels are not known to be the faster ones.
     """
-    dim = max(traits.head_dim, traits.value_dim)
-    if dim <= 16 and "mask of keys" not in traits.features and (forward or D_BIAS_OF_PAIRS not in traits.wanted):
-        beside = "" if forward else " or a bias (B, H, Sq, Sk) whose gradient is wanted"
-        yield f"with head dims to 16 is for a mask (..., 1, Sk){beside}, as the portable kernel is faster for other calls"
-    if traits.softcap is not None:
-        yield f"{_OF_NARROWEST} serves no softcap"
+    dim, capped = max(traits.head_dim, traits.value_dim), traits.softcap is not None
+    if dim <= 16 and not capped and "mask of keys" not in traits.features and (forward or D_BIAS_OF_PAIRS not in traits.wanted):
+        beside = "" if forward else ", a bias (B, H, Sq, Sk) whose gradient is wanted"
+        yield f"with head dims to 16 is for a mask (..., 1, Sk){beside} or a softcap, as the portable kernel is faster for other calls"
+    if forward and capped and traits.features.isdisjoint(PAIR_BIAS | WINDOW):
+        yield f"{_OF_NARROWEST} leaves a softcap without a bias (..., Sq, Sk), causal or a window to the portable kernel, which is faster"
     if loads_pairs:
         if traits.bias is None or not traits.features >= PAIR_BIAS:
             yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk), with a mask beside it or without, and the call has no such bias"

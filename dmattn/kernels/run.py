@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
@@ -15,7 +16,7 @@ from .base.launch import on_its_device
 from .base.layout import first_rows_in_blocks
 from .base.leading import flattened, flattened_gradients, in_few_runs, in_parts
 from .base.query_terms import Incoming, fill_terms
-from .dispatch import choose_backward, choose_forward, say_what_is_slow
+from .dispatch import Choice, Row, choose_backward, choose_forward, say_what_is_slow
 from .hopper import bias_grad as hopper_bias_grad
 from .hopper import forward as hopper_forward
 from .hopper import key_grad as hopper_key_grad
@@ -65,18 +66,35 @@ FORWARD = {
 
 @on_its_device
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` (..., H, Sq, Dv), `lse` (..., H, Sq) and, where there is a mask, `states` of a canonical `dmattn.problem.Problem`."""
+    """Fill `out` (..., H, Sq, Dv) and `lse` (..., H, Sq) of a canonical `dmattn.problem.Problem`, and `states` of a mask if it reads them."""
     given, (problem, out, lse) = problem, flattened(problem, out, lse)
     traits = Traits.of(problem, out)
     choice = choose_forward(traits)
     say_what_is_slow("forward", (choice,), traits)
     kernels = FORWARD[choice.row.name]
-    if given.mask is not None:
-        for mask, states in in_parts(given.mask, given.states):
-            scan(mask, states)
+    if problem.mask is not None and looks_for_blocks(problem, choice.row):
+        _scan(given)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
     kernels.forward(problem, out, lse)
+
+
+def looks_for_blocks(problem: Problem, row: Row) -> bool:
+    """Whether the kernels of a row look for the blocks that a mask or intervals leave."""
+    return row.looks_for_blocks and (row.name != "split keys" or split_keys.reads_lists(problem))
+
+
+def scans_itself(problem: Problem, out: Any, choices: tuple[Choice, ...]) -> bool:
+    """Whether a backward pass by these rows makes the states of a mask, as it reads them and the forward pass has not."""
+    if problem.mask is None or not any(choice.row.looks_for_blocks for choice in choices):
+        return False
+    return not looks_for_blocks(problem, choose_forward(Traits.of(problem, out)).row)
+
+
+def _scan(problem: Problem) -> None:
+    """Fill the states of a problem's mask."""
+    for mask, states in in_parts(problem.mask, problem.states):
+        scan(mask, states)
 
 
 class Given(NamedTuple):
@@ -136,7 +154,7 @@ def backward(
     `partial`: `out` and `lse` are over further keys, too.
     """
     entries = tuple(lse.shape[:-2]) if problem.ends_q is None else (problem.ends_q.shape[0] - 1,)
-    given = Given(lse, d_lse, gradients, entries)
+    unflattened, given = problem, Given(lse, d_lse, gradients, entries)
     gradients = flattened_gradients(gradients, problem)
     d_out, d_lse = in_few_runs(d_out, entries), None if d_lse is None else in_few_runs(d_lse, entries)
     problem, out, lse, d_out, d_lse = flattened(problem, out, lse, d_out, d_lse)
@@ -145,6 +163,10 @@ def backward(
         traits = traits._replace(features=traits.features | {PARTIAL})
     choices = choose_backward(traits)
     say_what_is_slow("backward", choices, traits)
+    if scans_itself(problem, out, choices):
+        unflattened = unflattened._replace(states=torch.empty_like(unflattened.states))  # those given are an argument, and not filled
+        _scan(unflattened)
+        (problem,) = flattened(unflattened)
     d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks
     problem = problem._replace(sinks=None)  # lse has them in it
     if order is not None:

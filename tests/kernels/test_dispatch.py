@@ -7,7 +7,7 @@ import os
 import re
 from collections import namedtuple
 from collections.abc import Callable, Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ from recorded_choices import RECORD, TARGETS, WITH_COLUMNS, drawn_problems, name
 from triton.runtime.jit import JITFunction
 
 from dmattn import RelativeBias, kernels
-from dmattn.kernels import dispatch, narrow_heads, plans, run
+from dmattn.kernels import dispatch, hopper_plans, narrow_heads, plans, reasons, run
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.base.no_device import on_gpu
 from dmattn.kernels.portable import distance_grad
@@ -285,7 +285,7 @@ LOADED = "with head dims to 32 loads only a bias"
 
 # A row, one change to what it serves, and the reason for which it refuses that.
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("forward: one tile", dict(kv_heads=2), "needs as many heads of keys as of queries, not 2 for 4"),
+    ("forward: one tile", dict(kv_heads=2, len_q=8), 'leaves up to 8 queries of heads that share keys to "split keys", not 8'),
     ("forward: one tile", dict(len_k=0), "there is no key"),
     ("forward: one tile", dict(len_q=65), "serves up to 64 queries and 64 keys, not 65 and 49"),
     ("forward: one tile", dict(len_k=65), "serves up to 64 queries and 64 keys, not 49 and 65"),
@@ -303,7 +303,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(features=frozenset({"dropout"})), "does not serve dropout"),
     ("forward: Hopper", dict(features=frozenset({"softcap", "bias of keys"}), softcap=30.0), "serves no softcap beside a bias (..., 1, Sk), which it adds where the cap is still to come"),
     ("forward: Hopper", dict(features=frozenset({"softcap"}), softcap=257.0), "serves a softcap from 2**-40 to 256, not 257.0"),
-    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "softcap"}), softcap=20.0), "with head dims to 32 serves no softcap"),
+    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"softcap"}), softcap=20.0), "with head dims to 32 leaves a softcap without a bias (..., Sq, Sk), causal or a window"),
     ("backward: Hopper: d_query", dict(head_dim=256, value_dim=256, features=DENSE.features | {"softcap"}, bias=DENSE.bias, wanted=DENSE.wanted, softcap=9.0), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
     ("forward: Hopper", dict(head_dim=24), "serves head dims that round up to the same power of 2 or the next one, not 24 of queries and 128 of values"),
@@ -319,8 +319,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of pairs"})), f"{BESIDE}, not a mask (..., Sq, Sk)"),
     ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "window"}), right=0), f"{BESIDE}, not causal"),
     ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of keys", "sinks", "window"}), right=4), f"{BESIDE}, not a window"),
-    ("forward: Hopper", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk), as the portable kernel is faster"),
-    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk) or a bias (B, H, Sq, Sk) whose gradient is wanted, as"),
+    ("forward: Hopper", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk) or a softcap, as the portable kernel is faster"),
+    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk), a bias (B, H, Sq, Sk) whose gradient is wanted or a softcap, as"),
     ("forward: Hopper", PLAIN_ROWS | dict(len_k=128), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 128 queries and keys, not 768 and 128"),
     ("forward: Hopper", PLAIN_ROWS | dict(batch=21), "with head dims to 32 is, without a bias (..., Sq, Sk), for 528 blocks of 128 queries or more, over batch and heads, not 504"),
     ("forward: Hopper", dict(features=frozenset({"bias of distances", "block mask"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
@@ -328,7 +328,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper, pairs loaded", LONG_ROWS | dict(uncopyable=()), f"{LOADED} that the copy engine cannot read, and it can read that of the call"),
     ("forward: Hopper, pairs loaded", LONG_ROWS | dict(bias=Bias(FP32, 1, 4)), f"{LOADED} of 16 bits, not of float32"),
     ("forward: Hopper, pairs loaded", PLAIN_ROWS, f"{LOADED} (..., Sq, Sk), with a mask beside it or without, and the call has no such bias"),
-    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(features=frozenset({"bias of pairs", "softcap"}), softcap=20.0), "with head dims to 32 serves no softcap"),
     ("forward: Hopper, pairs loaded", dict(head_dim=32, value_dim=32, uncopyable=(("mask", "rows of mask"),)), f"{LOADED} that the copy engine cannot read, and it can read that of the call"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(head_dim=272, value_dim=272), "serves head dims from 1 to 256, by the larger, not 272 of queries"),
     ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
@@ -424,7 +423,7 @@ def test_rows_refuse_one_change_with_a_reason() -> None:
     each = {key: reasons.split("; ") for key, reasons in found.items()}
     assert {key: reasons for key, reasons in each.items() if not any(reason.startswith(key[1]) for reason in reasons)} == {}
     told = {reason for reasons in each.values() for reason in reasons}
-    written = [*reasons_in(plans), *reasons_in(narrow_heads)]
+    written = [*chain.from_iterable(map(reasons_in, (plans, hopper_plans, narrow_heads, reasons)))]
     unheard = [pattern for pattern in written if not any(re.fullmatch(pattern, reason) for reason in told)]
     assert not unheard, "reasons that no change above gives"
 

@@ -19,6 +19,8 @@ from .window import within_window
 LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(bits_of_a_mask.BLOCK)  # of a block mask, queries and keys
 WORD = tl.constexpr(bits_of_a_mask.WORD)
+# A tanh by its quotient (`_quotient`) is off by 1e-7 or so, and scores by that times the softcap: by the most a tenth of float16's rounding.
+MOST_SOFTCAP = 256
 LANES = tl.constexpr(4)  # that share a row of a product on NVIDIA's GPUs, each with pairs of columns
 
 
@@ -34,7 +36,7 @@ class Rules(NamedTuple):
     None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None. `table` is
     a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these. `ends` are those of packed sequences
     (`layout.Ends`); `packed_blocks` points to the list of their blocks where programs take these. `unaligned` is 1 where blocks of keys begin
-    anywhere, not at multiples of 4.
+    anywhere, not at multiples of 4. `is_fine` is 1 where the tanh of a softcap is to be exact near 0, too, else None.
 
     The flags stand last, for they are constants in every launch: up to Triton 3.6 a tuple takes on the types of the tuples inside it only
     when a constant of its own is set after theirs, and is passed on wrongly otherwise.
@@ -70,6 +72,7 @@ class Rules(NamedTuple):
     bias_by_key: Any
     shared: Any
     unaligned: Any
+    is_fine: Any
 
 
 def rules_of(
@@ -110,11 +113,16 @@ def rules_of(
         ends=ends_of(problem),
         packed_blocks=packed_blocks,
         unaligned=unaligned,
+        is_fine=_is_fine(problem),
     )
 
 
 def _varies(x: Tensor | None, axis: int) -> int | None:
     return None if x is None or x.shape[axis] == 1 else 1
+
+
+def _is_fine(problem: Problem) -> int | None:
+    return 1 if problem.softcap is not None and (problem.query.dtype.itemsize > 2 or problem.softcap > MOST_SOFTCAP) else None
 
 
 def _shared(problem: Problem) -> int | None:
@@ -143,7 +151,10 @@ def scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE: tl.constexpr, KEYS_DO
     if rules.softcap is None:
         s *= rules.scale * LOG2E
     else:
-        tanh = _tanh(s * (rules.scale / rules.softcap))
+        if rules.is_fine is None:
+            tanh = _quotient(s * (2 * LOG2E * rules.scale / rules.softcap))
+        else:
+            tanh = _tanh(s * (rules.scale / rules.softcap))
         s = tanh * (rules.softcap * LOG2E)
     if bias2 is not None:
         s += bias2
@@ -324,5 +335,10 @@ def _tanh(x):
     """tanh from exp2, which every backend and the interpreter have; its Taylor series near 0, where the quotient would cancel."""
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
-    quotient = 1.0 - 2.0 / (tl.exp2(x * (2 * LOG2E)) + 1.0)
-    return tl.where(square < 0.04, series, quotient)
+    return tl.where(square < 0.04, series, _quotient(x * (2 * LOG2E)))
+
+
+@triton.jit
+def _quotient(exponents):
+    """tanh of x from 2 x LOG2E. Its error is that of numbers near 1, wherever the tanh lies."""
+    return 1.0 - 2.0 / (tl.exp2(exponents) + 1.0)

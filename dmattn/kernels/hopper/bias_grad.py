@@ -23,7 +23,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
-from ..portable.bias_grad import PROGRAMS_PER_PROCESSOR, Sharing
+from ..portable.bias_grad import Sharing
 from .addressing import copyable
 from .copies import (
     PANEL,
@@ -106,7 +106,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     heads = problem.query.shape[1]
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
     tiles = triton.cdiv(len_q, 2 * BLOCK_M.value) * triton.cdiv(len_k, BLOCK_N.value) * bias_batch * bias_heads
-    sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR)
+    sharing = Sharing.in_rounds(d_bias, problem, tiles)
     parts = empty_parts(d_bias, sharing.splits)
     lse, delta = incoming.strided(heads)[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)

@@ -180,7 +180,7 @@ def _in_interval(s, rows2, middle2, length):
 def capped(products, rules):
     """Products of a tile, or under a softcap the tanh of what the scores would be over it: scores over :func:`unit_of`.
 
-    From 1 - 2 / (exp(2x) + 1): its error is that of numbers near 1, wherever the tanh lies, which `plans.MOST_SOFTCAP` bounds for scores.
+    From 1 - 2 / (exp(2x) + 1): its error is that of numbers near 1, wherever the tanh lies, which `rules.MOST_SOFTCAP` bounds for scores.
     """
     if rules.softcap is None:
         return products

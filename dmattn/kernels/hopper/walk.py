@@ -32,7 +32,7 @@ from .copies import PANEL, copied_dims, copy, place_of_keys, tiled_vectors
 KEYS_OF_A_PART = 2048  # at least: 16 tiles, which take about as long as merging
 # The same where all parts together take LEAST_ROOM at most. NVIDIA H200, 2026-11-28: (1, 12 on 4, 100 x 8192, 128) in 6 parts forward 0.088 to
 # 0.032 ms, backward 0.146 to 0.068; (1, 8, 128 x 2048, 64) 0.0197 to 0.0148 and 0.0285 to 0.0247.
-KEYS_OF_A_SMALL_PART = 512
+KEYS_OF_A_SMALL_PART = 256
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
 
 

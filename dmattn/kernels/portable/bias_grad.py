@@ -31,6 +31,9 @@ PROGRAMS_PER_PROCESSOR = 4
 MEMORY_SHARE = 0.05  # of the bytes that the backward pass reads, which the parts of a sum may take
 # NVIDIA H200, 2026-11-28: the backward pass of 64 rows of 64, 4 heads, beside a shared bias 0.040 to 0.018 ms in 16 parts instead of 3.
 LITTLE_MEMORY = 1 << 20  # bytes that they may take in any case, as few parts leave most processors idle
+# The same where unsplit tiles leave processors idle. NVIDIA H200, 2026-11-28, a bias that all 260 (batch, head) share, 1024 x 1024, backward
+# 0.99 to 0.74 ms in 2 parts; 168 of them, causal, 577 x 577, 0.41 to 0.26 in 6 parts instead of 2 (shared_and_capped_nvidia_h200.json).
+MEMORY_OF_FEW = 8 << 20
 
 
 class Sharing(NamedTuple):
@@ -49,22 +52,35 @@ class Sharing(NamedTuple):
         bias_batch, bias_heads = d_bias.shape[:2]
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
-        splits = even_parts(members, min(fill, _room(problem, d_bias)))
+        splits = even_parts(members, min(fill, _room(problem, d_bias, LITTLE_MEMORY)))
         return cls(bias_batch, heads // bias_heads, members, splits, spread_of(problem.bias))
 
     def evened(self, problem: Problem, d_bias: Tensor, tiles: int) -> Sharing:
-        """Split further where the tiles, unsplit, leave some processors a program more than others, as far as memory is worth it.
+        """Split further where the tiles leave some processors a program more than others, as far as memory is worth it.
 
         NVIDIA H200, 2026-11-23: 288 tiles on 132 processors in 4 parts instead of 1, the backward pass of 768 rows of 384 beside a mask of
         keys 2.21 to 1.81 ms. Where parts fill the GPU anyway, more of them were no faster.
         """
-        count = processors(problem.query.device)
-        most = min(_room(problem, d_bias), self.members, 4 * PROGRAMS_PER_PROCESSOR * count // tiles)
-        if self.splits > 1 or most < 2:
+        if self.splits > 1 and self.splits * tiles >= PROGRAMS_PER_PROCESSOR * processors(problem.query.device):
             return self
-        longest = [triton.cdiv(tiles * parts, count) * triton.cdiv(self.members, parts) for parts in range(1, most + 1)]
-        fewest = next(parts for parts, steps in enumerate(longest, 1) if steps <= 1.05 * min(longest))
-        return self._replace(splits=even_parts(self.members, fewest))
+        return self._in_rounds(problem, d_bias, tiles)
+
+    @classmethod
+    def in_rounds(cls, d_bias: Tensor, problem: Problem, tiles: int) -> Sharing:
+        """That of a gradient of so many tiles, one to a processor at once: in as many parts as end the soonest."""
+        return cls.of(d_bias, problem, tiles, 0)._in_rounds(problem, d_bias, tiles)
+
+    def _in_rounds(self, problem: Problem, d_bias: Tensor, tiles: int) -> Sharing:
+        """The fewest parts, no fewer than there are, whose rounds of a program to a processor take as few steps as any, or hardly more.
+
+        A program takes a step for each member, and one besides.
+        """
+        count, least = processors(problem.query.device), self.splits
+        most = min(_room(problem, d_bias, MEMORY_OF_FEW), self.members, 4 * PROGRAMS_PER_PROCESSOR * count // tiles)
+        if most <= least:
+            return self
+        steps = {parts: triton.cdiv(tiles * parts, count) * (triton.cdiv(self.members, parts) + 1) for parts in range(least, most + 1)}
+        return self._replace(splits=even_parts(self.members, next(parts for parts in steps if steps[parts] <= 1.05 * min(steps.values()))))
 
     @classmethod
     def of_nothing(cls, problem: Problem, programs_per_processor: int) -> Sharing:
@@ -104,9 +120,9 @@ def _registers(problem: Problem, tile: Tile, programs: int) -> int:
     return THREE_PROGRAMS if 3 * waves_of_three < 2 * waves_of_two else tile.registers
 
 
-def _room(problem: Problem, d_bias: Tensor) -> int:
-    """How many parts of a gradient memory is worth."""
-    return int(max(MEMORY_SHARE * _bytes_read(problem), LITTLE_MEMORY) / (4 * d_bias.numel()))
+def _room(problem: Problem, d_bias: Tensor, least: int) -> int:
+    """How many parts of a gradient memory is worth, of which so many bytes are there in any case."""
+    return int(max(MEMORY_SHARE * _bytes_read(problem), least) / (4 * d_bias.numel()))
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group
 from ..base.layout import Sequence
-from ..base.parts import empty_parts, even_parts, sum_parts
+from ..base.parts import LEAST_ROOM, empty_parts, even_parts, sum_parts
 from ..base.place import hides_by_place_alone
 
 # NVIDIA H200, 2026-11-27, Hopper's kernels: the queries, of all heads of a program, that are worth the memory which its sums take, there and
@@ -24,6 +24,8 @@ from ..base.place import hides_by_place_alone
 # 0.085 ms; four parts 0.097. Twice as many programs as run at once gained 6 to 14 % under a causal mask where each had three heads or more, and
 # nothing with two (docs/history.md).
 LEAST_QUERIES, LEAST_HEADS = 1024, 3
+QUERIES_OF_SMALL = 256  # where all parts take no more than base.parts.LEAST_ROOM, and are added out of L2
+QUERIES_OF_FLOATS = 128  # whose products take as much longer
 
 
 class Dealt(NamedTuple):
@@ -44,7 +46,9 @@ def count_parts(problem: Problem, programs: int, places: int, order: Tensor | No
     most, seen = places // programs, group * len_q
     if hides_by_place_alone(problem):  # some keys have few queries
         most, seen = max(most, min(2 * places // programs, group // LEAST_HEADS)), seen // 2
-    return even_parts(group, min(most, seen // LEAST_QUERIES))
+    least = LEAST_QUERIES if problem.query.dtype.itemsize == 2 else QUERIES_OF_FLOATS
+    room = LEAST_ROOM // (4 * max(1, problem.key.numel() + problem.value.numel()))
+    return even_parts(group, min(most, max(seen // least, min(seen // QUERIES_OF_SMALL, room))))
 
 
 class GroupParts:

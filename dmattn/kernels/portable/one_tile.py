@@ -72,9 +72,9 @@ def gradients(
         sum_parts(summed, d_bias)
 
 
-def tile_of(problem: Problem) -> Tile:
+def tile_of(problem: Problem, kernel: str = "one tile") -> Tile:
     """The smallest tile that holds all pairs of a (batch, head)."""
-    tile = pick("one tile", problem)
+    tile = pick(kernel, problem)
 
     def block(length: int, most: int) -> int:
         return min(most, max(LEAST_BLOCK, triton.next_power_of_2(length)))

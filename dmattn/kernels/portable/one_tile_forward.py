@@ -1,7 +1,7 @@
 """The forward pass where all pairs of a (batch, head) lie in one tile, as one_tile.py has it for the backward pass: a softmax of whole rows.
 
 A program walks the batch entries of a head, one after the other, and loads the next while it computes; a bias that they share stays in
-registers.
+registers. Heads may share keys.
 """
 
 import triton
@@ -37,7 +37,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         lse=strided(lse, heads),
         sharing=sharing.argument,
         HELD=problem.bias is not None and problem.bias.shape[0] == 1,
-        **launch_options(problem, tile_of(problem), out),
+        **launch_options(problem, tile_of(problem, "one tile of out"), out),
     )
 
 

@@ -35,6 +35,24 @@ def test_parts_fill_the_processors_within_memory(batch: int, little: int, splits
     assert bias_grad.Sharing.of(bias, problem, tiles=4, programs_per_processor=4).splits == splits
 
 
+@pytest.mark.parametrize(
+    ("tiles", "batch", "memory", "splits"),
+    [(64, 260, 2 << 14, 2), (64, 260, 1 << 14, 1), (25, 168, 1 << 20, 5), (72, 4, 1 << 20, 1), (32, 8, 1 << 20, 4)],
+)
+@interpreted
+def test_parts_are_those_whose_rounds_end_the_soonest(
+    tiles: int, batch: int, memory: int, splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 132 processors, each of which has one tile at once; parts take as much memory as above."""
+    monkeypatch.setattr(bias_grad, "processors", lambda device: 132)
+    monkeypatch.setattr(bias_grad, "MEMORY_OF_FEW", memory)
+    monkeypatch.setattr(bias_grad, "MEMORY_SHARE", 0.0)
+    query = torch.empty(batch, 1, 64, 256, dtype=torch.float16)
+    bias = torch.empty(1, 1, 64, 64, dtype=torch.float16)
+    problem = Problem.canonical(query, query, query, mask=None, bias=bias, **Case("shared", 64).options)
+    assert bias_grad.Sharing.in_rounds(bias, problem, tiles).splits == splits
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_sum_to_what_one_program_sums(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []

@@ -82,7 +82,8 @@ def many_parts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         made_of(self, problem, programs, 3 * programs, *others)
         made.append((sys._getframe(1).f_globals["__name__"].removeprefix("dmattn.kernels."), self.count))
 
-    monkeypatch.setattr(group_parts, "LEAST_QUERIES", 1)
+    for name in ("LEAST_QUERIES", "QUERIES_OF_FLOATS"):
+        monkeypatch.setattr(group_parts, name, 1)
     monkeypatch.setattr(group_parts, "LEAST_HEADS", 1)
     monkeypatch.setattr(GroupParts, "__init__", noted)
     return made
