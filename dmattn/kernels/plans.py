@@ -54,8 +54,14 @@ def portable(traits: Traits) -> str | None:
 
 @joined
 def one_tile(traits: Traits) -> Iterator[str | None]:
-    """One tile holds all pairs of a (batch, head)."""
-    yield grouped(traits)
+    """One tile holds all pairs of a (batch, head). Of a group of heads one program has all, and keeps no more than one tile of dBias."""
+    if grouped(traits):
+        group = traits.heads // traits.kv_heads
+        if D_BIAS_SHARED in traits.wanted and traits.heads // traits.bias.heads % group:
+            yield f"makes no d_bias of {traits.bias.heads} heads that batch entries share, beside {traits.kv_heads} heads of keys"
+        fewest = traits.processors // 2
+        if traits.batch * traits.kv_heads < fewest:
+            yield f"is for at least {fewest} (batch, head of keys) where heads share them, not {traits.batch * traits.kv_heads}"
     yield _in_one_tile(traits)
 
 

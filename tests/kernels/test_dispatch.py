@@ -290,6 +290,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: one tile", dict(len_q=65), "serves up to 64 queries and 64 keys, not 65 and 49"),
     ("forward: one tile", dict(len_k=65), "serves up to 64 queries and 64 keys, not 49 and 65"),
     ("forward: one tile", dict(dtype=FP32), "serves up to 32 queries and 32 keys, not 49 and 49"),
+    ("backward: one tile", dict(kv_heads=2, wanted=frozenset({D_BIAS_SHARED}), **SHARED), "makes no d_bias of 4 heads that batch entries share, beside 2 heads of keys"),
+    ("backward: one tile", dict(kv_heads=2, batch=30), "is for at least 66 (batch, head of keys) where heads share them, not 60"),
     ("forward: split keys", dict(features=frozenset({"dropout", "bias of keys"})), "does not serve dropout"),
     ("forward: split keys", dict(features=frozenset({"intervals by head"})), "does not serve intervals that differ among heads that share keys"),
     ("forward: split keys", dict(kv_heads=32, len_k=300, batch=1), "is for few queries over more keys, as in decoding: to split 300 visible keys of 1 queries would save less than merging takes"),

@@ -42,7 +42,8 @@ _TABLE = {
     # intervals, whose tiles are full of short lives, so that smaller ones waste less; "of few rows" with few queries of all heads that share
     # keys. Of "one tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and so of "whole rows" (evoformer_row,
     # docs/history.md); with two stages ptxas serialises the matrix products of "whole rows". "one tile of out" is its forward pass, at 128 by
-    # 50 x 50 pairs of head dims 80 and 96, which took 0.112 and 0.109 ms with 8 warps and take 0.066 (NVIDIA H200, 2026-11-28).
+    # 50 x 50 pairs of head dims 80 and 96, which took 0.112 and 0.109 ms with 8 warps and take 0.066; "of few" is the backward pass of at most
+    # 32 queries or keys, and "of groups" that of heads that share keys (NVIDIA H200, 2026-11-28, shared_and_capped_nvidia_h200.json).
     "sm_90": {
         "forward": ((64, _FOUR_TO_A_PROCESSOR), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
@@ -57,6 +58,8 @@ _TABLE = {
         "bias": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         "bias by intervals": ((64, _THREE_TO_A_PROCESSOR), (128, Tile(64, 128, 8, 2)), (256, Tile(64, 32, 8, 1))),
         "one tile": ((32, Tile(64, 64, 4, 3)), (64, Tile(64, 64, 4, 2)), (128, Tile(64, 64, 8, 2)), (256, Tile(32, 32, 4, 1))),
+        "one tile of few": ((128, Tile(64, 64, 4, 3)), (256, Tile(32, 32, 4, 1))),
+        "one tile of groups": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
         "one tile of out": ((32, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(32, 32, 4, 1))),
         "split keys": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
         "split keys of few rows": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 32, 2, 4)), (256, Tile(64, 32, 4, 3))),
@@ -152,7 +155,7 @@ def kinds_of(kernel: str, problem: Problem) -> tuple[str, ...]:
     if problem.pair_bias is not None or problem.pair_mask is not None or problem.bits is not None:
         kinds.append(f"{kernel} with pairs")
     heads, len_q = problem.query.shape[1:3]
-    if kernel == "one tile of out":
+    if kernel.startswith("one tile of "):
         return (*kinds, kernel, "one tile")
     if kernel == "split keys" and triton.next_power_of_2(len_q) * (heads // problem.key.shape[1]) <= FEW_ROWS:
         kinds.append("split keys of few rows")

@@ -44,16 +44,17 @@ class Sharing(NamedTuple):
     members: int
     splits: int
     spread: Spread | None = None  # of slices with some of the leading axes
+    together: int = 1  # neighbouring members that are one program's
 
     @classmethod
-    def of(cls, d_bias: Tensor, problem: Problem, tiles: int, programs_per_processor: int) -> Sharing:
+    def of(cls, d_bias: Tensor, problem: Problem, tiles: int, programs_per_processor: int, together: int = 1) -> Sharing:
         """That of a gradient made of `tiles` tiles. Split only as far as is needed to fill the GPU and as memory is worth it."""
         batch, heads = problem.query.shape[:2]
         bias_batch, bias_heads = d_bias.shape[:2]
         members = batch // bias_batch * (heads // bias_heads)
         fill = programs_per_processor * processors(problem.query.device) // tiles
-        splits = even_parts(members, min(fill, _room(problem, d_bias, LITTLE_MEMORY)))
-        return cls(bias_batch, heads // bias_heads, members, splits, spread_of(problem.bias))
+        splits = even_parts(members // together, min(fill, _room(problem, d_bias, LITTLE_MEMORY)))
+        return cls(bias_batch, heads // bias_heads, members, splits, spread_of(problem.bias), together)
 
     def evened(self, problem: Problem, d_bias: Tensor, tiles: int) -> Sharing:
         """Split further where the tiles leave some processors a program more than others, as far as memory is worth it.
@@ -83,11 +84,13 @@ class Sharing(NamedTuple):
         return self._replace(splits=even_parts(self.members, next(parts for parts in steps if steps[parts] <= 1.05 * min(steps.values()))))
 
     @classmethod
-    def of_nothing(cls, problem: Problem, programs_per_processor: int) -> Sharing:
-        """Where no sum is kept: the members of a head are its batch entries, split as far as is needed to fill the GPU."""
+    def of_nothing(cls, problem: Problem, programs_per_processor: int, group: int = 1) -> Sharing:
+        """Where no sum is kept: the members of so many neighbouring heads are those of their batch entries, split as far as is needed to fill
+        the GPU.
+        """
         batch, heads = problem.query.shape[:2]
-        fill = programs_per_processor * processors(problem.query.device) // heads
-        return cls(1, 1, batch, even_parts(batch, fill))
+        fill = programs_per_processor * processors(problem.query.device) // (heads // group)
+        return cls(1, group, batch * group, even_parts(batch, fill), together=group)
 
     @classmethod
     def of_blocks(cls, heads: int, blocks: int, programs: int) -> Sharing:
@@ -101,7 +104,8 @@ class Sharing(NamedTuple):
     @property
     def argument(self) -> tuple[int, int, int, int]:
         """That of a kernel whose programs walk members: slices on the batch axis, heads to a slice, members, members to a part."""
-        return self.batch, self.sharing_heads, self.members, triton.cdiv(self.members, self.splits)
+        each = triton.cdiv(self.members // self.together, self.splits) * self.together
+        return self.batch, self.sharing_heads, self.members, each
 
 
 def _registers(problem: Problem, tile: Tile, programs: int) -> int:

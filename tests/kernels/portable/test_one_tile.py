@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import NEEDS_CUDA
 
 from dmattn import attention
-from dmattn.equivalence import Case, Inputs, results
+from dmattn.equivalence import Case, Inputs, check, results
 from dmattn.execution import replay
 from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
@@ -44,13 +46,38 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         (Case("one-pair", 1, 1), 1),
         (Case("too-many-queries", 65, 32), 0),
         (Case("too-many-keys", 32, 65), 0),
-        (Case("grouped", 19, heads=4, kv_heads=2), 0),
+        (Case("grouped", 19, batch=70, heads=4, kv_heads=2), 1),
+        (Case("grouped-bias-of-groups", 19, batch=70, heads=4, kv_heads=2, bias="1gqk"), 1),
+        (Case("grouped-bias-of-heads", 19, batch=70, heads=4, kv_heads=2, bias="1hqk"), 0),
     ],
     ids=lambda x: getattr(x, "name", None),
 )
 def test_lengths_and_groups_decide(case: Case, times: int, device: str, reached: list[int]) -> None:
     results(attention, case.inputs(torch.float32, device), case.options)
     assert len(reached) == times
+
+
+GROUPED = (
+    Case("causal", 19, heads=4, kv_heads=2, head_dim=64, causal=True),
+    Case("key-bias-of-groups", 19, 23, heads=6, kv_heads=2, head_dim=64, bias="bg1k", mask="b11k"),
+    Case("key-bias-of-heads", 19, 23, heads=6, kv_heads=2, head_dim=32, bias="bh1k"),
+    Case("bias-of-all", 32, heads=4, kv_heads=2, head_dim=64, bias="11qk"),
+    Case("bias-of-groups", 23, 19, heads=4, kv_heads=2, head_dim=128, bias="bgqk", mask="b1qk", keep="random-empty-rows"),
+    Case("bias-of-each-head", 19, heads=3, kv_heads=1, head_dim=40, value_dim=24, bias="bhqk", softcap=3.0),
+    Case("intervals", 19, 23, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bg1k"),
+    Case("dropout", 19, 23, heads=4, kv_heads=2, head_dim=32, dropout_p=0.2, bias="1gqk"),
+)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", GROUPED, ids=lambda case: case.name)
+def test_groups_of_heads_are_exact(case: Case, device: str, reached: list[int], unwritten_shows: None) -> None:
+    """On a GPU there must be groups enough for all processors. Float32 has one tile to head dim 64."""
+    case = replace(case, batch=140 if device == "cuda" else 4)
+    for dtype in (torch.bfloat16, torch.float16) if device == "cuda" else (torch.float16,):
+        reached.clear()
+        assert [str(verdict) for verdict in check(case, dtype, device) if not verdict.passed] == []
+        assert reached
 
 
 @pytest.mark.parametrize("device", DEVICES)
