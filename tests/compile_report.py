@@ -3,9 +3,8 @@
 python tests/compile_report.py sm_90        prints a table, one line per kernel: registers, spilled bytes, shared memory
 python tests/compile_report.py gfx942 --json
 python tests/compile_report.py sm_80 --fewer   compiles few launches that have all types of tensors and constants of each argument that any has
-python tests/compile_report.py gfx942 --fewest compiles fewer, in which all constants are
 python tests/compile_report.py sm_90 --beside  compiles what --fewer would, but what it compiles for sm_80 too once of each kernel
-python tests/compile_report.py sm_100 --once   compiles each kernel for the first launch that has it
+python tests/compile_report.py gfx942 --once   compiles each kernel for the first launch that has it
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
 would have. One process per target, and under it one per compilation.
@@ -435,7 +434,6 @@ def noted(name: str) -> covers.Launches:
 CHOSEN = {
     "all": list,
     "fewer": covers.fewer,
-    "fewest": covers.fewest,
     "beside": lambda launches: covers.beside(launches, noted("sm_80")),
     "once": covers.first_of_each_kernel,
 }

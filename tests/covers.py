@@ -25,20 +25,10 @@ def fewer(launches: Launches) -> list[tuple]:
     return cover({launch: code_of(launch[0], *given) for launch, given in launches.items()})
 
 
-def fewest(launches: Launches) -> list[tuple]:
-    """Every constant is compiled, but not every type, as another target has the same kernels with these."""
-    return cover({launch: {each for each in code_of(launch[0], *given) if is_named(*each)} for launch, given in launches.items()})
-
-
 def beside(launches: Launches, others: Launches) -> list[tuple]:
     """What `fewer` has of these launches and not of those of another target is compiled, so kernels of this one alone as there, others once."""
     known = {each for launch, given in others.items() for each in code_of(launch[0], *given)}
     return cover({launch: code_of(launch[0], *given) - known | {(launch[0], "at all")} for launch, given in launches.items()})
-
-
-def is_named(function: Any, name: Any, *_: Any) -> bool:
-    """Whether a part of a launch is of a constant, whose names are in capitals."""
-    return isinstance(name, str) and name.isupper()
 
 
 def first_of_each_kernel(launches: Iterable[tuple]) -> list[tuple]:

@@ -36,14 +36,14 @@ def test_keys_are_split_for_as_many_programs_as_there_are_processors() -> None:
     assert parts(Case("perceiver", 512, 50176, batch=2, heads=8, head_dim=128), 64) == 2
     assert parts(Case("chunk", 128, 131072, heads=4, head_dim=128, causal=True), 4) == 33
     assert parts(Case("plain", 4096, batch=4, heads=16, head_dim=128), 2048) == 1
-    assert parts(Case("small", 100, 2101, batch=1, heads=4, kv_heads=2, head_dim=64), 4) == 4
+    assert parts(Case("small", 100, 2101, batch=1, heads=4, kv_heads=2, head_dim=64), 4) == 8
     assert parts(Case("small results", 100, 8192, batch=1, heads=12, kv_heads=4, head_dim=128), 12) == 6
     assert parts(Case("large results", 512, 2000, batch=4, heads=16, kv_heads=1, head_dim=128), 64) == 1
 
 
 @pytest.mark.parametrize(
     "more",
-    [{"mask": "b11k"}, {"intervals": "documents"}, {"bias": "1hr", "distances": 257, "zero": 100}, {"window": (500, 0)}],
+    [{"mask": "b11k"}, {"intervals": "documents"}, {"bias": "1hr", "distances": 257, "zero": 100}, {"window": (300, 0)}],
     ids=["mask", "intervals", "distances", "narrow window"],
 )
 def test_keys_are_not_split_where_there_are_lists_or_a_table_or_few_of_them(more: dict) -> None:
