@@ -73,8 +73,8 @@ class Problem(NamedTuple):
     ``blocks`` and ``bits`` (:mod:`dmattn.bits`) are a block mask's, in the place of ``mask``: ``blocks`` is int32 (B, H, blocks of queries,
     blocks of keys), the first axis full or 1, the head axis H, Hk or 1.
 
-    ``states`` (:mod:`dmattn.states`), uint8, come with a block mask; those of a ``mask`` the forward pass makes, and the backward pass is given
-    them.
+    ``states`` (:mod:`dmattn.states`), uint8, come with a block mask. Those of a ``mask`` the forward pass makes where it needs them, and the
+    backward pass is given them or makes its own.
 
     ``ends_q`` and ``ends_k`` (sequences + 1,), int64 and contiguous, say where packed sequences end among the queries and keys of the one batch
     entry, and ``longest_q`` and ``longest_k`` what none of them exceeds. Each sequence is then as a batch entry of its own: the mask and the

@@ -1,4 +1,4 @@
-"""The states of a boolean mask: one byte for each block of GRANULE x GRANULE pairs, made once by the forward pass and kept for backward.
+"""The states of a boolean mask: one byte for each block of GRANULE x GRANULE pairs, made by the first pass that reads them, and kept.
 
 ATTENDED is set where the mask keeps a pair of the block, HIDDEN where it hides one; so the states of a larger block are those of its parts
 joined by "or", and pairs past the end have no part in them. The kernels visit no block without ATTENDED, and need no mask in one without

@@ -151,6 +151,8 @@ OPTIONS = (
     Case("gqa-softcap-causal-bias-65x37", 65, 37, **GQA, softcap=2.0, causal=True, bias="1hqk", reason="the bias is added after the cap"),
     Case("softcap-mask-bias-per-key-19x37", 19, 37, softcap=0.7, mask="bhqk", bias="b11k", reason="masked after the cap"),
     Case("large-softcap-37", 37, softcap=50.0, bias="bhqk", reason="Gemma 2's cap: tanh near zero, where a quotient cancels"),
+    Case("softcap-64-of-one-key-19x1", 19, 1, heads=2, softcap=64.0, scale=1e-3, reason="lse is the score, which is small beside the cap"),
+    Case("softcap-256-small-scores-65x37", 65, 37, heads=2, head_dim=64, softcap=256.0, scale=1e-3, causal=True, reason="the same among others"),
     Case("scale-37x65", 37, 65, scale=0.5, reason="a scale of the caller's"),
     Case("scale-one-bias-37", 37, head_dim=16, scale=1.0, bias="1hqk", reason="T5 does not scale"),
     Case("scale-zero-19x37", 19, 37, scale=0.0, bias="bhqk", reason="the bias alone decides; dQ and dK are zero"),

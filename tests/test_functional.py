@@ -230,6 +230,15 @@ def test_out_merges_its_heads_without_a_copy(device: str) -> None:
     assert out.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize(("softcap", "scale"), [(1.2e-38, 2.0), (2e-38, 3.0), (1e-30, 0.1)])
+def test_scores_of_zero_stay_zero_under_the_least_softcap(softcap: float, scale: float, device: str, half: torch.dtype) -> None:
+    query, key, value = (torch.randn(1, 2, 5, 16, device=device, dtype=half) for _ in range(3))
+    query[:, :, 2] = 0
+    out = attention(query, key, value, softcap=softcap, scale=scale)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[:, :, 2], value.mean(2), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -2.4e38])
 def test_the_lowest_finite_bias_masks(lowest: float, device: str) -> None:
     """Models write finfo.min for -inf. A row of nothing else sees nothing, on every path."""

@@ -16,6 +16,7 @@ from .base.launch import on_its_device
 from .base.layout import first_rows_in_blocks
 from .base.leading import flattened, flattened_gradients, in_few_runs, in_parts
 from .base.query_terms import Incoming, fill_terms
+from .base.tiles import FEW_ROWS
 from .dispatch import Choice, Row, choose_backward, choose_forward, say_what_is_slow
 from .hopper import bias_grad as hopper_bias_grad
 from .hopper import forward as hopper_forward
@@ -72,7 +73,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     choice = choose_forward(traits)
     say_what_is_slow("forward", (choice,), traits)
     kernels = FORWARD[choice.row.name]
-    if problem.mask is not None and looks_for_blocks(problem, choice.row):
+    if problem.mask is not None and _makes_states(problem, choice.row):
         _scan(given)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
@@ -84,11 +85,20 @@ def looks_for_blocks(problem: Problem, row: Row) -> bool:
     return row.looks_for_blocks and (row.name != "split keys" or split_keys.reads_lists(problem))
 
 
+def _makes_states(problem: Problem, row: Row) -> bool:
+    """Whether a forward pass by a row makes the states of a mask: if it reads them, or has more than a few queries, but not for one tile."""
+    return looks_for_blocks(problem, row) or (row.looks_for_blocks and problem.query.shape[2] > FEW_ROWS)
+
+
 def scans_itself(problem: Problem, out: Any, choices: tuple[Choice, ...]) -> bool:
-    """Whether a backward pass by these rows makes the states of a mask, as it reads them and the forward pass has not."""
+    """Whether a backward pass by these rows makes the states of a mask, as it reads them and the forward pass may have made none.
+
+    That may have had other batch entries, where torch.vmap maps the backward pass alone, so nothing here depends on how many there are: for
+    few queries states are made in any case, though some rows of the forward pass have made them.
+    """
     if problem.mask is None or not any(choice.row.looks_for_blocks for choice in choices):
         return False
-    return not looks_for_blocks(problem, choose_forward(Traits.of(problem, out)).row)
+    return problem.query.shape[2] <= FEW_ROWS or not choose_forward(Traits.of(problem, out)).row.looks_for_blocks
 
 
 def _scan(problem: Problem) -> None:
@@ -149,7 +159,8 @@ def backward(
     gradients: Gradients,
     partial: bool = False,
 ) -> None:
-    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's.
+    """Fill the gradients that are not None; `problem` is a `dmattn.problem.Problem`, `out`, `lse` and its `states` are the forward pass's,
+    or are made here (`scans_itself`).
 
     `partial`: `out` and `lse` are over further keys, too.
     """

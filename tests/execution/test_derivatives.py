@@ -343,6 +343,16 @@ def test_torch_func_through_the_kernels(case: Case, device: str) -> None:
         torch.testing.assert_close(ours[name](), theirs[name](), rtol=1e-4, atol=1e-5)
 
 
+def test_a_batch_of_gradients_reads_what_was_made(device: str, unwritten_shows: None) -> None:
+    """The backward pass alone has many entries: of one entry the keys are split, of many they are not, and only these need states of the mask."""
+    case = Case("few-queries", 2, 300, batch=1, heads=2, head_dim=16, mask="11qk")
+    leaves = leaves_of(case, device, torch.float32)
+    ours, theirs = (
+        func.jacrev(both(function, case, device), tuple(range(len(leaves))))(*leaves) for function in (attention, reference.attention)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_forward_mode_without_torch_func(device: str) -> None:
     leaves = leaves_of(CASES[1], device)
     tangents = [x.detach().cos() for x in leaves]

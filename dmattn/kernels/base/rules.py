@@ -19,8 +19,9 @@ from .window import within_window
 LOG2E = tl.constexpr(1.4426950408889634)
 BLOCK = tl.constexpr(bits_of_a_mask.BLOCK)  # of a block mask, queries and keys
 WORD = tl.constexpr(bits_of_a_mask.WORD)
-# A tanh by its quotient (`_quotient`) is off by 1e-7 or so, and scores by that times the softcap: by the most a tenth of float16's rounding.
-MOST_SOFTCAP = 256
+# A tanh by its quotient (`_quotient`) is off by 1e-7 or so, and scores by that times the softcap, by the most for Hopper's kernels a tenth of
+# float16's rounding. The portable ones have another tanh beyond 64, as lse has the error of the score where a query sees one key.
+MOST_SOFTCAP, MOST_OF_QUOTIENT = 256, 64
 LANES = tl.constexpr(4)  # that share a row of a product on NVIDIA's GPUs, each with pairs of columns
 
 
@@ -122,7 +123,11 @@ def _varies(x: Tensor | None, axis: int) -> int | None:
 
 
 def _is_fine(problem: Problem) -> int | None:
-    return 1 if problem.softcap is not None and (problem.query.dtype.itemsize > 2 or problem.softcap > MOST_SOFTCAP) else None
+    """Or where 2 LOG2E times the scale over the softcap might not be finite."""
+    if problem.softcap is None:
+        return None
+    is_fine = problem.query.dtype.itemsize > 2 or problem.softcap > MOST_OF_QUOTIENT or problem.scale > 1e37 * problem.softcap
+    return 1 if is_fine else None
 
 
 def _shared(problem: Problem) -> int | None:

@@ -43,7 +43,8 @@ _TABLE = {
     # keys. Of "one tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and so of "whole rows" (evoformer_row,
     # docs/history.md); with two stages ptxas serialises the matrix products of "whole rows". "one tile of out" is its forward pass, at 128 by
     # 50 x 50 pairs of head dims 80 and 96, which took 0.112 and 0.109 ms with 8 warps and take 0.066; "of few" is the backward pass of at most
-    # 32 queries or keys, and "of groups" that of heads that share keys (NVIDIA H200, 2026-11-28, shared_and_capped_nvidia_h200.json).
+    # 32 queries and keys, or where heads share keys of either; "of groups" that of more where they do (NVIDIA H200, 2026-11-28,
+    # shared_and_capped_nvidia_h200.json).
     "sm_90": {
         "forward": ((64, _FOUR_TO_A_PROCESSOR), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),

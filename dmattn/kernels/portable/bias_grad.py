@@ -31,8 +31,8 @@ PROGRAMS_PER_PROCESSOR = 4
 MEMORY_SHARE = 0.05  # of the bytes that the backward pass reads, which the parts of a sum may take
 # NVIDIA H200, 2026-11-28: the backward pass of 64 rows of 64, 4 heads, beside a shared bias 0.040 to 0.018 ms in 16 parts instead of 3.
 LITTLE_MEMORY = 1 << 20  # bytes that they may take in any case, as few parts leave most processors idle
-# The same where unsplit tiles leave processors idle. NVIDIA H200, 2026-11-28, a bias that all 260 (batch, head) share, 1024 x 1024, backward
-# 0.99 to 0.74 ms in 2 parts; 168 of them, causal, 577 x 577, 0.41 to 0.26 in 6 parts instead of 2 (shared_and_capped_nvidia_h200.json).
+# The same where more parts of a kernel by blocks end sooner. NVIDIA H200, 2026-11-28, backward: a bias that all 260 (batch, head) share, 1024 x
+# 1024, 0.99 to 0.74 ms in 2 parts; 168 of them, causal, 577 x 577, 0.41 to 0.26 in 6 instead of 2 (shared_and_capped_nvidia_h200.json).
 MEMORY_OF_FEW = 8 << 20
 
 

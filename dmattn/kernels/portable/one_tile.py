@@ -86,7 +86,8 @@ def tile_of(problem: Problem, kernel: str = "one tile") -> Tile:
 
 def _tile_of_gradients(problem: Problem, group: int, shared: bool) -> Tile:
     """That of the backward pass. Beside the sum of a shared dBias a group's kernel has no registers to load ahead."""
-    if min(problem.query.shape[2], problem.key.shape[2]) <= LEAST_BLOCK:
+    lengths = problem.query.shape[2], problem.key.shape[2]
+    if (max(lengths) if group == 1 else min(lengths)) <= LEAST_BLOCK:
         tile = tile_of(problem, "one tile of few")
     else:
         tile = tile_of(problem, "one tile" if group == 1 else "one tile of groups")
@@ -132,7 +133,7 @@ def _one_tile_gradients_kernel(
             total, _, _, _ = _add_member(
                 q, incoming, wanted, order, k_tile, v_tile, rules, seq, rows, cols, dims, value_dims, bias2, total, 0.0, 0.0, 0.0,
                 SUMMED=SUMMED, SHARED=SHARED, PRECISION=PRECISION,
-            )  # fmt: skip
+            )  # fmt: skip  # nothing is added to these zeros
     else:
         for first in tl.range(begin, end, k.group, disable_licm=True):
             of_group = member_of(None, of_slice, first, sharing_heads, spread)

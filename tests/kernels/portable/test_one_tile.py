@@ -64,7 +64,7 @@ GROUPED = (
     Case("bias-of-all", 32, heads=4, kv_heads=2, head_dim=64, bias="11qk"),
     Case("bias-of-groups", 23, 19, heads=4, kv_heads=2, head_dim=128, bias="bgqk", mask="b1qk", keep="random-empty-rows"),
     Case("bias-of-each-head", 19, heads=3, kv_heads=1, head_dim=40, value_dim=24, bias="bhqk", softcap=3.0),
-    Case("intervals", 19, 23, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bg1k"),
+    Case("intervals-sinks", 19, 23, heads=4, kv_heads=2, head_dim=64, intervals="random", bias="bg1k", sinks="random"),
     Case("dropout", 19, 23, heads=4, kv_heads=2, head_dim=32, dropout_p=0.2, bias="1gqk"),
 )
 
