@@ -38,7 +38,7 @@ def narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Itera
         beside = "" if forward else ", a bias (B, H, Sq, Sk) whose gradient is wanted"
         yield f"with head dims to 16 is for a mask (..., 1, Sk){beside} or a softcap, as the portable kernel is faster for other calls"
     if forward and capped and traits.features.isdisjoint(PAIR_BIAS | WINDOW):
-        yield f"{_OF_NARROWEST} leaves a softcap without a bias (..., Sq, Sk), causal or a window to the portable kernel, which is faster"
+        yield f"{_OF_NARROWEST} leaves a softcap with neither a bias (..., Sq, Sk) nor causal to the portable kernel, which is faster"
     if loads_pairs:
         if traits.bias is None or not traits.features >= PAIR_BIAS:
             yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk), with a mask beside it or without, and the call has no such bias"

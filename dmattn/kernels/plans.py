@@ -58,7 +58,7 @@ def one_tile(traits: Traits) -> Iterator[str | None]:
     if grouped(traits):
         group = traits.heads // traits.kv_heads
         if D_BIAS_SHARED in traits.wanted and traits.heads // traits.bias.heads % group:
-            yield f"makes no d_bias of {traits.bias.heads} heads that batch entries share, beside {traits.kv_heads} heads of keys"
+            yield f"makes d_bias of a bias that batch entries share with {traits.kv_heads} heads, as keys, or 1, not {traits.bias.heads}"
         fewest = traits.processors // 2
         if traits.batch * traits.kv_heads < fewest:
             yield f"is for at least {fewest} (batch, head of keys) where heads share them, not {traits.batch * traits.kv_heads}"

@@ -128,17 +128,15 @@ def _one_tile_gradients_kernel(
     if SHARED is None:
         for member in tl.range(begin, end, disable_licm=True):  # offsets of seven tensors, kept from one turn to the next, would spill
             seq = member_of(None, of_slice, member, sharing_heads, spread)
-            k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
-            v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
             total, _, _, _ = _add_member(
-                q, incoming, wanted, order, k_tile, v_tile, rules, seq, rows, cols, dims, value_dims, bias2, total, 0.0, 0.0, 0.0,
+                q, k, v, incoming, wanted, order, 0.0, 0.0, rules, seq, rows, cols, dims, value_dims, bias2, total, 0.0, 0.0, 0.0,
                 SUMMED=SUMMED, SHARED=SHARED, PRECISION=PRECISION,
-            )  # fmt: skip  # nothing is added to these zeros
+            )  # fmt: skip  # no zero is read
     else:
         for first in tl.range(begin, end, k.group, disable_licm=True):
             of_group = member_of(None, of_slice, first, sharing_heads, spread)
-            k_tile = load_tile(k, of_group, cols, dims)
-            v_tile = load_tile(v, of_group, cols, value_dims)
+            k_tile = load_tile(k, of_group, cols, dims)  # [BLOCK_N, BLOCK_D]
+            v_tile = load_tile(v, of_group, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
             places = cols
             if order is not None:
                 places = Span(0, load_rows(order, of_group, cols, LARGEST).to(tl.int64), LARGEST)
@@ -148,7 +146,7 @@ def _one_tile_gradients_kernel(
             for head in tl.range(of_group.head, of_group.head + k.group):
                 seq = under_head(of_group, head)
                 total, dk, dv, sums = _add_member(
-                    q, incoming, wanted, order, k_tile, v_tile, rules, seq, rows, cols, dims, value_dims, bias2, total, dk, dv, sums,
+                    q, k, v, incoming, wanted, order, k_tile, v_tile, rules, seq, rows, cols, dims, value_dims, bias2, total, dk, dv, sums,
                     SUMMED=SUMMED, SHARED=SHARED, PRECISION=PRECISION,
                 )  # fmt: skip
             if d_v is not None:
@@ -164,12 +162,12 @@ def _one_tile_gradients_kernel(
 
 @triton.jit
 def _add_member(
-    q, incoming, wanted, order, k_tile, v_tile, rules, seq, rows, cols, dims, value_dims, bias2, total, dk, dv, sums,
+    q, k, v, incoming, wanted, order, k_tile, v_tile, rules, seq, rows, cols, dims, value_dims, bias2, total, dk, dv, sums,
     SUMMED: tl.constexpr, SHARED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(total, dk, dv, sums) with those of one (batch, head), whose d_q and, unless it is SUMMED, d_bias are stored.
 
-    Where keys are not SHARED, dk, dv and sums are stored at once, as they would take registers up to the end.
+    Where keys are not SHARED, they are loaded here; and dk, dv and sums are stored at once, as they would take registers up to the end.
     """
     d_out, lse, d_lse = incoming
     d_q, d_k, d_v, d_bias, key_sums = wanted
@@ -177,6 +175,9 @@ def _add_member(
     if order is not None:
         places = Span(0, load_rows(order, seq, cols, LARGEST).to(tl.int64), LARGEST)
     q_tile = load_tile(q, seq, rows, dims)  # [BLOCK_M, BLOCK_D]
+    if SHARED is None:
+        k_tile = load_tile(k, seq, cols, dims)
+        v_tile = load_tile(v, seq, cols, value_dims)
     d_out_tile = load_tile(d_out, seq, rows, value_dims)  # [BLOCK_M, BLOCK_DV]
     lse_rows = load_rows(lse, seq, rows, float("-inf"))
     factors = ((q_tile,), (k_tile,), (v_tile,), (d_out_tile,))
