@@ -151,11 +151,12 @@ class Call:
             sums = empty_key_sums(d_bias, problem)
             total += 0 if sums is d_bias else _size(sums) + 4 * d_bias.numel()
         total += sum(self._of_group_parts(problem, choice, d_bias) for choice in choices)
+        shared = [choice.row for choice in choices if "d_bias of pairs, shared" in choice.makes]
+        total += sum(_of_shared_parts(problem, d_bias, row.name) for row in shared)
         if "sums at the ends" in makes:
             total += 2 * _size(self.lse)
-        by_one_program = any({"d_query", "d_bias of pairs, shared"} <= choice.row.needs for choice in choices)
         in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances"})
-        besides["parts of d_bias"] = ("d_bias of pairs, shared" in makes and not by_one_program) or in_parts
+        besides["parts of d_bias"] = any(row.borrows for row in shared) or in_parts  # borrowed where there is room
         besides["parts of d_sinks"] = "d_sinks" in makes
         return total, besides
 
@@ -223,6 +224,20 @@ def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
     consumers = (sizes_of(problem, *forward_dims(problem), loaded=row != kernel) if forward else query_sizes(problem)).consumers
     parts = parts_of_keys(problem, works * -(-len_q // (64 * consumers)), out if forward else d_query)
     return parts * (of_out if forward else of_query) if parts > 1 else 0
+
+
+def _of_shared_parts(problem: Problem, d_bias: Any, row: str) -> int:
+    """Bytes of the parts, in float32, of the gradient of a bias that several (batch, head) share."""
+    if row == "one tile":
+        from .kernels.portable.one_tile import sharing_of
+    elif row.startswith("Hopper: d_bias"):
+        from .kernels.hopper.bias_grad import sharing_of
+    elif row == "portable: d_bias":
+        from .kernels.portable.bias_grad import sharing_of
+    else:
+        return 0
+    splits: int = sharing_of(problem, d_bias).splits
+    return 4 * splits * d_bias.numel() if splits > 1 else 0
 
 
 def _sizes(x: Tensor) -> list[int]:

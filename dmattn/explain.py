@@ -47,8 +47,9 @@ class Pass(NamedTuple):
     nor are 8 bytes a factor in float16.
     `memory_besides` names what `memory` leaves out, some of it made only where it saves time: "lists of blocks" that a mask leaves; "columns of
     the bias of keys" and "the table in float32" of a :class:`dmattn.RelativeBias`, from which Hopper's kernels read these biases; "parts of
-    d_bias" and "parts of d_sinks", which are merged; and "factors in float32", where PyTorch's operations make their columns, as beside more
-    leading axes. Results over parts of the keys are in `memory`; under a mask it has a byte of states for each 32 x 32 pairs of it, too.
+    d_bias" of a bias by query, on chip or by distance, and "parts of d_sinks", which are merged; and "factors in float32", where PyTorch's
+    operations make their columns, as beside more leading axes. Results over parts of the keys are in `memory`, and parts of the gradient of any
+    other bias that is shared; under a mask it has a byte of states for each 32 x 32 pairs of it, too.
 
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once, of query and key with their columns.
     `seconds` is the larger of the times that both take at the peak of the target; None where that is unknown. Pairs that causal or a window

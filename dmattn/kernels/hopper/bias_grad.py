@@ -101,18 +101,27 @@ class Vectors(NamedTuple):
     delta: Any
 
 
+def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
+    """That of the kernel below."""
+    return Sharing.in_rounds(d_bias, problem, _tiles(d_bias))
+
+
+def _tiles(d_bias: Tensor) -> int:
+    bias_batch, bias_heads, len_q, len_k = d_bias.shape
+    return triton.cdiv(len_q, 2 * BLOCK_M.value) * triton.cdiv(len_k, BLOCK_N.value) * bias_batch * bias_heads
+
+
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
     """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk), as in portable/bias_grad.py."""
     heads = problem.query.shape[1]
-    bias_batch, bias_heads, len_q, len_k = d_bias.shape
-    tiles = triton.cdiv(len_q, 2 * BLOCK_M.value) * triton.cdiv(len_k, BLOCK_N.value) * bias_batch * bias_heads
-    sharing = Sharing.in_rounds(d_bias, problem, tiles)
+    bias_heads, len_q, len_k = d_bias.shape[1:]
+    sharing = sharing_of(problem, d_bias)
     parts = empty_parts(d_bias, sharing.splits)
     lse, delta = incoming.strided(heads)[1:]
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
     launch(
         _shared_gradient_kernel,
-        tiles * sharing.splits,
+        _tiles(d_bias) * sharing.splits,
         q=tiled(problem.query, block_m, PANEL.value),
         k=tiled(problem.key, block_n, PANEL.value),
         v=tiled(problem.value, block_n, PANEL.value),

@@ -129,19 +129,27 @@ def _room(problem: Problem, d_bias: Tensor, least: int) -> int:
     return int(max(MEMORY_SHARE * _bytes_read(problem), least) / (4 * d_bias.numel()))
 
 
+def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
+    """That of the kernel below."""
+    tiles = _tiles(d_bias, pick("bias", problem))
+    return Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR).evened(problem, d_bias, tiles)
+
+
+def _tiles(d_bias: Tensor, tile: Tile) -> int:
+    bias_batch, bias_heads, len_q, len_k = d_bias.shape
+    return triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
+
+
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
     """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk)."""
-    heads = problem.query.shape[1]
-    bias_batch, bias_heads, len_q, len_k = d_bias.shape
-    tile = pick("bias", problem)
-    tiles = triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
-    sharing = Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR).evened(problem, d_bias, tiles)
-    parts = empty_parts(d_bias, sharing.splits)
-    tile = tile._replace(registers=_registers(problem, tile, tiles * sharing.splits))
+    heads, bias_heads = problem.query.shape[1], d_bias.shape[1]
+    tile, sharing = pick("bias", problem), sharing_of(problem, d_bias)
+    parts, programs = empty_parts(d_bias, sharing.splits), _tiles(d_bias, tile) * sharing.splits
+    tile = tile._replace(registers=_registers(problem, tile, programs))
     by_pairs = problem.is_masked and (problem.bits is not None or problem.mask.shape[2] > 1)
     launch(
         _shared_gradient_kernel,
-        tiles * sharing.splits,
+        programs,
         q=strided(problem.query, heads),
         k=strided(problem.key, heads),
         v=strided(problem.value, heads),

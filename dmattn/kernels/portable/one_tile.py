@@ -45,8 +45,7 @@ def gradients(
     heads, group = problem.query.shape[1], problem.query.shape[1] // problem.key.shape[1]
     shared = d_bias is not None and d_bias.shape[:2] != problem.query.shape[:2]
     if shared:
-        slices = d_bias.shape[0] * d_bias.shape[1]
-        sharing = Sharing.of(d_bias, problem, slices, SUMMING_PER_PROCESSOR, together=group)
+        slices, sharing = d_bias.shape[0] * d_bias.shape[1], sharing_of(problem, d_bias)
         summed = empty_parts(d_bias, sharing.splits)
     else:
         slices = heads // group
@@ -72,6 +71,12 @@ def gradients(
     )
     if shared:
         sum_parts(summed, d_bias)
+
+
+def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
+    """That of a gradient which is a sum over members."""
+    slices, group = d_bias.shape[0] * d_bias.shape[1], problem.query.shape[1] // problem.key.shape[1]
+    return Sharing.of(d_bias, problem, slices, SUMMING_PER_PROCESSOR, together=group)
 
 
 def tile_of(problem: Problem, kernel: str = "one tile") -> Tile:
