@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import sys
@@ -320,6 +321,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases, packed sequences, dynamic masks and joined results, in every dtype; 0 when all are within their budgets."""
+    faulthandler.enable()  # a process of several died of a segmentation fault on the host: it says in which threads
     options = parsed(arguments)
     traits.GLUON = traits.GLUON and not options.portable
     listed = tries(options.portable)
