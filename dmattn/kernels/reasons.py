@@ -31,14 +31,17 @@ def word(dtype: torch.dtype) -> str:
 
 
 def dims_of(traits: Traits) -> str:
+    """The head dims of a call."""
     return f"{traits.head_dim} of queries and {traits.value_dim} of values"
 
 
 def without_tile(traits: Traits) -> str:
+    """The reason of a row whose kernel has no tile for a call's head dims in its dtype on its GPU."""
     return f"does not serve {word(traits.dtype)} with head dims {dims_of(traits)} on {named_family(traits.family)}"
 
 
 def grouped(traits: Traits) -> str | None:
+    """The reason of a row for heads with keys of their own, or None where no heads share keys."""
     if traits.heads == traits.kv_heads:
         return None
     return f"needs as many heads of keys as of queries, not {traits.kv_heads} for {traits.heads}"

@@ -133,10 +133,11 @@ def _one_tile_gradients_kernel(
     if SHARED is None:
         for member in tl.range(begin, end, disable_licm=True):  # offsets of seven tensors, kept from one turn to the next, would spill
             seq = member_of(None, of_slice, member, sharing_heads, spread)
-            total, _, _, _ = _add_member(
+            of_member = _add_member(
                 q, k, v, incoming, wanted, order, 0.0, 0.0, rules, seq, rows, cols, dims, value_dims, bias2, total, 0.0, 0.0, 0.0,
                 SUMMED=SUMMED, SHARED=SHARED, PRECISION=PRECISION,
             )  # fmt: skip  # no zero is read
+            total = of_member[0]  # all that is not stored yet
     else:
         for first in tl.range(begin, end, k.group, disable_licm=True):
             of_group = member_of(None, of_slice, first, sharing_heads, spread)
