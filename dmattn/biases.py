@@ -230,7 +230,8 @@ class RelativeBias:
 
         Half of the buckets of a direction hold one distance each, the others hold ranges that grow with the logarithm of the distance, up to
         `max_distance`. With ``bidirectional`` a half of the buckets serves keys after the query; without, these take bucket 0. The table has
-        2 * max_distance + 1 numbers a head. The gradient of `weight` is that of an embedding.
+        2 * max_distance + 1 numbers a head. The gradient of `weight` is that of an embedding. The table is read off the weight here, as it is
+        now: make the bias anew in each forward pass.
 
         Args:
             weight: float, (buckets, H), ``relative_attention_bias.weight``, as an ``nn.Embedding(buckets, H)`` has it. Differentiable.
@@ -270,6 +271,8 @@ class RelativeBias:
     @classmethod
     def alibi(cls, slopes: Tensor, length: int) -> RelativeBias:
         """ALiBi: ``bias_ij = -slope * |j - (i + Sk - Sq)|``, with slopes that may be learned, for up to `length` queries and keys.
+
+        The table is made of the slopes as they are now: where they are learned, make the bias anew in each forward pass.
 
         Args:
             slopes: float, (H,); also (Hk,). Differentiable. The table is in float32 at least, as 16 bits would round long distances.

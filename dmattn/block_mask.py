@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -172,13 +173,13 @@ class BlockMask:
             least = 0 if "LEN" in name else 1
             if size is None and least:
                 continue
-            if isinstance(size, bool) or not isinstance(size, int):
+            if isinstance(size, bool) or not isinstance(size, Integral):
                 raise TypeError(f"dmattn: {name}: expected an integer{' or None' if least else ''}, received {kind(size)}")
             if size < least:
                 raise ValueError(f"dmattn: {name}: expected an integer of at least {least}, received {size}")
         device = torch.empty(0, device=device).device
         _check_device("dmattn: device", device)
-        batch, heads = B or 1, H or 1
+        batch, heads, Q_LEN, KV_LEN = int(B or 1), int(H or 1), int(Q_LEN), int(KV_LEN)
         known = torch.full((batch, heads, _count(Q_LEN, BLOCK), _count(KV_LEN, BLOCK)), UNKNOWN, dtype=torch.int8, device=device)
         for entry in range(batch) if known.numel() else ():
             for head in range(heads):

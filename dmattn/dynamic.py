@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -143,7 +144,7 @@ def topk_mask(bias: Tensor, keep: int, *, mask: Tensor | None = None, causal: bo
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape, dtype or value.
     """
-    check_keep(keep)
+    keep = checked_keep(keep)
     if not isinstance(bias, Tensor):
         raise TypeError(f"dmattn: bias: expected a torch.Tensor, received {kind(bias)}")
     if bias.ndim < 2 or bias.dtype not in FLOATS:
@@ -207,7 +208,7 @@ def checked(
             raise ValueError(f"dmattn: {name}: expected 4 axes (batch, heads, length, head dim), received shape {tuple(tensor.shape)}")
     rules: dict[str, Any] = dict(mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
     problem = Problem.canonical(query, key, value, **rules, sinks=sinks)
-    check_keep(keep)
+    keep = checked_keep(keep)
     batch, kv_heads, len_k = key.shape[:3]
     check_tensor("key_bias", key_bias)
     if tuple(key_bias.shape) != (batch, kv_heads, len_k):
@@ -226,9 +227,10 @@ def checked(
     return problem
 
 
-def check_keep(keep: int) -> None:
-    """Raise if it is no number of keys."""
-    if not isinstance(keep, int) or isinstance(keep, bool):
+def checked_keep(keep: int) -> int:
+    """A number of keys as an int, which it may be of numpy's."""
+    if not isinstance(keep, Integral) or isinstance(keep, bool):
         raise TypeError(f"dmattn: keep: expected an integer, received {kind(keep)}")
     if keep < 1:
         raise ValueError(f"dmattn: keep: expected at least 1, received {keep}")
+    return int(keep)

@@ -133,9 +133,9 @@ def attention(
         return_lse: return (out, lse); lse is differentiable, so partial results combined by :func:`merge_attention` train correctly.
 
     Head dims D and Dv are 1 to 512 (in float32 on a GPU 256), lengths any, zero included. Under autocast query, key and value are cast to
-    the autocast dtype, the bias keeps its own. On a GPU float32 products follow ``torch.backends.cuda.matmul.fp32_precision``: where nobody
-    set it, they are sums of products of bfloat16 parts, with at most about twice the error of float32's own. CPU and float64 tensors take a
-    PyTorch path with the same semantics.
+    the autocast dtype unless they are float64, the bias keeps its own. On a GPU float32 products follow
+    ``torch.backends.cuda.matmul.fp32_precision``: where nobody set it, they are sums of products of bfloat16 parts, with at most about twice
+    the error of float32's own. CPU and float64 tensors take a PyTorch path with the same semantics.
 
     Derivatives of any order exist, in reverse and forward mode, and under torch.func (grad, vjp, jvp, jacrev, jacfwd, hessian, vmap, in any
     order). The first in reverse is the kernels'. All others are the formulas above, in float32 (float64 for float64 inputs) and rounded once,

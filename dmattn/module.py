@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, NoReturn
 
 import torch
@@ -136,10 +136,11 @@ class DynamicMaskAttention(nn.Module):
             raise ValueError(f"dmattn: eps: expected at least 0, received {eps}")
         if scale is not None:
             _check_number("scale", scale)
-        if layer_idx is not None and (not isinstance(layer_idx, int) or isinstance(layer_idx, bool)):
+        if layer_idx is not None and (not isinstance(layer_idx, Integral) or isinstance(layer_idx, bool)):
             raise TypeError(f"dmattn: layer_idx: expected an integer or None, received {kind(layer_idx)}")
+        hidden_size, num_heads, num_kv_heads, head_dim = int(hidden_size), int(num_heads), int(num_kv_heads), int(head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, head_dim
-        self.keep, self.causal, self.scale, self.layer_idx = keep, causal, scale, layer_idx
+        self.keep, self.causal, self.scale, self.layer_idx = int(keep), causal, scale, layer_idx
         on: dict[str, Any] = dict(device=device, dtype=dtype)
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=bias, **on)
@@ -235,6 +236,9 @@ class DynamicMaskAttention(nn.Module):
         _check_floats("hidden_states", hidden_states)
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
             raise ValueError(f"dmattn: hidden_states: expected shape (B, S, {self.hidden_size}), received {tuple(hidden_states.shape)}")
+        weights = self.q_proj.weight.dtype
+        if hidden_states.dtype != weights and not torch.is_autocast_enabled(hidden_states.device.type):
+            raise ValueError(f"dmattn: hidden_states: expected the layer's dtype {weights}, received {hidden_states.dtype}")
 
     def _rotation(self, position_embeddings: tuple[Tensor, Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin as (B or 1, 1, S, head_dim)."""
@@ -311,7 +315,7 @@ def _check_floats(name: str, tensor: Any) -> None:
 
 
 def _check_size(name: str, size: Any) -> None:
-    if not isinstance(size, int) or isinstance(size, bool):
+    if not isinstance(size, Integral) or isinstance(size, bool):
         raise TypeError(f"dmattn: {name}: expected an integer, received {kind(size)}")
     if size < 1:
         raise ValueError(f"dmattn: {name}: expected at least 1, received {size}")

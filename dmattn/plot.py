@@ -18,7 +18,7 @@ from .biases import RelativeBias
 from .bits import BLOCK
 from .block_mask import BlockMask
 from .checks import check_tensor
-from .dynamic import check_keep, intervals_of
+from .dynamic import checked_keep, intervals_of
 from .masks import IntervalMask
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def kept_keys(
     if key_bias.ndim != 3 or not key_bias.is_floating_point():
         raise ValueError(f"dmattn: key_bias: expected a float tensor (B, Hk, Sk), received {key_bias.dtype} of shape {tuple(key_bias.shape)}")
     _check_size("key_bias", key_bias)
-    check_keep(keep)
+    keep = checked_keep(keep)
     check_flag("causal", causal)
     _check_entry(key_bias.shape, batch, head)
     scores = key_bias.detach()[batch : batch + 1, head : head + 1]

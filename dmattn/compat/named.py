@@ -19,6 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = bool, int, float, str, torch.dtype  # which a message quotes
 OURS = re.compile(r"dmattn: (\w+)((?:\.\w+)*): ")
 OWNER = re.compile(r"\b(query|key|value)'s\b")
+MENTIONED = re.compile(r"(?<=argument )\w+|\b\w+(?=\[|\.bool\()|(?<=\()\w+(?=\))")  # an argument in a hint, such as mask[:, None]
 HEADS_FIRST = "(..., H, S, D) layout? transpose(-3, -2)"  # in the place of tokens first
 TRANSPOSED = "; (B, H, S, D) layout? transpose(1, 2)"
 
@@ -49,6 +50,7 @@ def by_its_names(mistaken: str | None = None, /, **names: str) -> Callable[[F], 
                 if found is None or found[1] not in names:
                     raise
                 said = OWNER.sub(lambda owner: f"{names.get(owner[1], owner[1])}'s", str(error)[found.end() :])
+                said = MENTIONED.sub(lambda mentioned: names.get(mentioned[0], mentioned[0]), said)
                 raise type(error)(f"dmattn: {names[found[1]]}{found[2]}: {said}") from None
 
         return call  # type: ignore[return-value]
@@ -74,7 +76,7 @@ def heads_first(layout: Sequence[str], names: Sequence[str], query: Tensor, key:
             )
     length, kv_heads, key_dim = key.shape[-3:]
     if (heads % kv_heads if kv_heads else heads) != 0:
-        other = len(layout) == 4 and key.shape[1] and query.shape[1] % key.shape[1] == 0
+        other = len(layout) == 4 and query.shape[1] != key.shape[1] != 0 and query.shape[1] % key.shape[1] == 0
         expected = f"a number of heads that divides {names[0]}'s {heads}"
         raise ValueError(f"dmattn: {names[1]}: expected {expected}, received shape {tuple(key.shape)}{TRANSPOSED if other else ''}")
     if key_dim != dim:

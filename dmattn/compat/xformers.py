@@ -70,6 +70,9 @@ def memory_efficient_attention(
         query, key, value = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 5 else x for x in (query, key, value))
     names, axes = ("query", "key", "value"), LAYOUTS[4] if len(layout) < 5 else ("batch", "groups", "length", "heads", "head dim")
     q, k, v = heads_first(axes, names, query, key, value)
+    if k.shape[-3] not in (1, q.shape[-3]):
+        expected = f"query's {q.shape[-3]} heads, or 1: expand one to several"
+        raise ValueError(f"dmattn: key: expected {expected}, received shape {tuple(key.shape)}")
     causal, top_left = False, True
     if attn_bias is not None and not isinstance(attn_bias, Tensor):
         name = type(attn_bias).__name__
@@ -81,6 +84,8 @@ def memory_efficient_attention(
     if isinstance(attn_bias, Tensor) and attn_bias.dtype == torch.bool:
         hint = "as mask, which is True for what attends, dmattn.attention takes one beside tensors (B, H, S, D)"
         raise TypeError(f"dmattn: attn_bias: expected a float tensor, as in xFormers, received a bool one; {hint}")
+    if isinstance(attn_bias, Tensor) and not attn_bias.is_floating_point():
+        raise TypeError(f"dmattn: attn_bias: expected a float tensor, as in xFormers, received one of {attn_bias.dtype}")
     if isinstance(attn_bias, Tensor) and of_one_head and attn_bias.ndim > 1:
         attn_bias = attn_bias.unsqueeze(-3)
     out = as_torch(q, k, v, attn_bias, p, causal, scale, False, top_left).transpose(-3, -2)
