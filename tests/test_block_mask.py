@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import NEEDS_CUDA
@@ -490,3 +491,10 @@ def test_vmap_takes_a_mask_that_it_does_not_map(device: str) -> None:
     of_elements = BlockMask.from_mask(torch.arange(3, device=device)[:, None, None, None] > torch.eye(37, device=device))  # one of 3 is partial
     with pytest.raises(RuntimeError, match=r"mask: expected a BlockMask that torch\.func\.vmap does not map"):
         torch.func.vmap(Masked())(query, key, of_elements)
+
+
+def test_lengths_of_a_rule_may_be_numpys() -> None:
+    made, same = (BlockMask.from_mask_mod(noop_mask, one, one, length, length) for one, length in ((1, 150), (np.int64(1), np.int64(150))))
+    assert (made.len_q, made.len_k) == (same.len_q, same.len_k)
+    assert torch.equal(made.blocks, same.blocks)
+    assert type(same.len_q) is int

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import triton.language as tl
@@ -517,3 +518,9 @@ def test_topk_mask_ranks_the_lowest_number_above_minus_infinity(dtype: torch.dty
 def test_wrong_arguments_of_topk_mask(changes: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         topk_mask(**(dict(bias=torch.zeros(4, 6), keep=3) | changes))
+
+
+def test_a_number_of_keys_may_be_numpys() -> None:
+    query, key, value, bias = (torch.randn(1, 2, 7, dim) for dim in (4, 4, 4, 1))
+    ours, given = (dynamic_mask_attention(query, key, value, bias[..., 0], keep=keep) for keep in (3, np.int64(3)))
+    assert torch.equal(ours, given)
