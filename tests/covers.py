@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dmattn.kernels.base.layout import Stepped, SteppedThrice
+from dmattn.kernels.base.layout import Stepped, SteppedThrice, Strided
 
 Launches = dict[tuple, tuple[Any, dict]]
 """By kernel and key of Triton's: the signature, with the type of each argument, and the constants by their place among them."""
@@ -16,9 +17,15 @@ PANELS = {"DIM": 64, "DIM_V": 64}
 SEVERAL_AXES = {len(Stepped._fields), len(SteppedThrice._fields)}
 """How many parts a tensor has with several axes before its heads. No other tuple in an argument has as many."""
 
+WHOLE = Strided._fields.index("whole")
+"""The part of a tensor that is a tuple as long as says what its strides are multiples of."""
+
+ALONE = "dmattn.kernels.hopper"
+"""The family of which nothing but a GPU runs a kernel."""
+
 
 def fewer(launches: Launches) -> list[tuple]:
-    """Every type of each tensor is compiled, every constant, and every argument left out and given, but not all numbers.
+    """Every flag and argument of each kernel is compiled, left out and given, and every type and size of a tile of each family of kernels.
 
     Integers that are told at the call, such as strides, have any one of their types, and of head dims one is enough of those in as many blocks.
     """
@@ -28,7 +35,7 @@ def fewer(launches: Launches) -> list[tuple]:
 def beside(launches: Launches, others: Launches) -> list[tuple]:
     """What `fewer` has of these launches and not of those of another target is compiled, so kernels of this one alone as there, others once."""
     known = {each for launch, given in others.items() for each in code_of(launch[0], *given)}
-    return cover({launch: code_of(launch[0], *given) - known | {(launch[0], "at all")} for launch, given in launches.items()})
+    return cover({launch: code_of(launch[0], *given) - known | {(name_of(launch[0]), "at all")} for launch, given in launches.items()})
 
 
 def first_of_each_kernel(launches: Iterable[tuple]) -> list[tuple]:
@@ -39,42 +46,71 @@ def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
     """Few launches that together have all that these have.
 
     What the fewest have comes first, as they leave little choice: of those the launch that brings most of what is missing, the first of these.
+    At the end each gives way to the one that has least, and so compiles soonest, of those with what no other has, or to none.
     """
     having: dict[tuple, list[tuple]] = {}
     for launch, found in launches.items():
         for each in found:
             having.setdefault(each, []).append(launch)
     missing, chosen = set(having), []
-    for each in sorted(having, key=lambda each: (len(having[each]), each[0].fn.__module__, each[0].fn.__name__, repr(each[1:]))):
+    for each in sorted(having, key=lambda each: (len(having[each]), repr(each))):
         if each in missing:
             chosen.append(max(having[each], key=lambda launch: len(launches[launch] & missing)))
             missing -= launches[chosen[-1]]
-    return chosen
+    times = Counter(each for launch in chosen for each in launches[launch])
+    simplest: list[tuple] = []
+    for launch in chosen:
+        times.subtract(launches[launch])
+        alone = {each for each in launches[launch] if not times[each]}
+        if alone:
+            with_all = (other for other in having[min(alone, key=repr)] if alone <= launches[other])
+            simplest.append(min(with_all, key=lambda other: len(launches[other])))
+            times.update(launches[simplest[-1]])
+    return simplest
 
 
 def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
     """What decides which code a launch has, but not integers: Triton takes one of 1 for a constant, and those of large tensors for 64 bits.
 
-    Kernels tell tuples by their lengths. Of a head dim they ask how many blocks or panels it has, and whether these are whole. Float16 is
-    another type of as many bits as bfloat16, and several axes before the heads are other addresses: a kernel has one launch of the former and
-    of either form of the latter, not one for each tensor. The tile of a descriptor follows from the constants.
+    Kernels tell tuples by their lengths, and descriptors from pointers. Of a head dim they ask how many blocks or panels it has, and whether
+    these are whole. Several axes before the heads are other addresses, whichever tensor has them: one launch of a kernel. The tile of a
+    descriptor follows from the constants.
+
+    That has the kernel's name, as has that the kernel is there at all, so that each kernel is compiled with it. What changes sizes alone, or code
+    that kernels share, has the name of their family, the folder that they are in: types that pointers and descriptors are of; what strides are
+    multiples of, and by how many quotients axes before the heads are found; tiles, and head dims in blocks. So have rules, such as masks, window
+    and softcap, but for Hopper's kernels: those of the others run in Triton's interpreter.
     """
-    found = set()
+    name = name_of(function)
+    family = ".".join(name.split(".")[:3])  # dmattn.kernels.hopper, also of what lies deeper
+    found = {(name, "at all")}
     for *path, kind in types(signature):
+        owner = family if path[:1] == ["rules"] and family != ALONE else name
         if path and kind in SEVERAL_AXES:
-            found.add(("several axes", kind))
+            found |= {(name, "several axes"), (family, "several axes", kind)}
+        elif type(kind) is int and len(path) > 1 and path[-1] == WHOLE:
+            found.add((family, "multiples", kind))
         elif path and kind not in ("constexpr", "i32", "i64"):
             kind = str(kind).partition("[")[0]
-            found |= {(*path, kind.replace("fp16", "bf16"))} | ({("float16",)} if "fp16" in kind else set())
+            if kind.startswith(("*", "tensordesc")):
+                found |= {(owner, *path, kind[0]), (family, "type", kind)}
+            else:
+                found.add((owner, *path, kind))
     named = {function.arg_names[place]: constant for (place, *within), constant in constants.items() if not within}
     for (place, *within), constant in constants.items():
-        name = function.arg_names[place]
-        block = named.get(BLOCKS.get(name), PANELS.get(name))
+        argument = function.arg_names[place]
+        block = named.get(BLOCKS.get(argument), PANELS.get(argument))
         if block is not None:
-            found.add((name, constant % block == 0, -(-constant // block)))
-        elif type(constant) is not int or (name.isupper() and not within and name not in BLOCKS):
-            found.add((name, *within, repr(constant)))
-    return {(function, *each) for each in found}
+            found.add((family, "head dim", constant % block == 0, -(-constant // block)))
+        elif type(constant) is not int:
+            found.add((family if argument == "rules" and family != ALONE else name, argument, *within, repr(constant)))
+        elif argument.isupper() and not within and argument not in BLOCKS:
+            found.add((family, argument, constant))
+    return found
+
+
+def name_of(function: Any) -> str:
+    return f"{function.fn.__module__}.{function.fn.__name__}"
 
 
 def types(signature: Any, *path: Any) -> Iterator[tuple]:

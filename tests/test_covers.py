@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from covers import beside, fewer
+from covers import beside, cover, fewer
 
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.base.layout import Stepped
@@ -23,7 +24,15 @@ class Kernel(NamedTuple):
 
 
 ARGUMENTS = ("q", "length", "HEAD_DIM", "BLOCK_D")
-KERNEL, OTHER = (Kernel(ARGUMENTS, type("fn", (), {"__module__": f"dmattn.kernels.{name}"})) for name in ("forward", "key_grad"))
+
+
+def kernel(name: str, arguments: tuple[str, ...] = ARGUMENTS) -> Kernel:
+    return Kernel(arguments, type("fn", (), {"__module__": f"dmattn.kernels.{name}"}))
+
+
+KERNEL, BESIDE, OTHER, DEEPER = (
+    kernel(name) for name in ("portable.forward", "portable.key_grad", "hopper.forward", "hopper.resident.forward")
+)
 
 
 def launch(q: tuple[str, ...] | str = ("*bf16", "i64", "constexpr"), length: str = "i32", head_dim: int = 64, block: int = 64) -> Launch:
@@ -31,16 +40,22 @@ def launch(q: tuple[str, ...] | str = ("*bf16", "i64", "constexpr"), length: str
     return {"q": q, "length": length, "HEAD_DIM": "constexpr", "BLOCK_D": "constexpr"}, constants
 
 
-def chosen(choose: object, *launches: Launch, of: Kernel = KERNEL) -> list[int]:
+def chosen(choose: Callable, *launches: Launch, of: Kernel = KERNEL) -> list[int]:
     """The places of those that are chosen."""
     return sorted(key for _, key in choose({(of, number): each for number, each in enumerate(launches)}))
 
 
-TYPES = [
-    launch(q=("*fp32", "i64", "constexpr")),
+def of_two(first: Kernel, second: Kernel, *launches: Launch) -> int:
+    """How many are chosen where two kernels have the same launches."""
+    return len(fewer({(kernel, number): each for kernel in (first, second) for number, each in enumerate(launches)}))
+
+
+FORMS = [
     launch(q=("*bf16", "i64", "constexpr", "i64")),  # another kind of tensor
+    launch(q=("tensordesc<bf16[64, 64]>", "i64", "constexpr")),
     launch(q="constexpr"),  # left out
 ]
+TYPES = [*FORMS, launch(q=("*fp32", "i64", "constexpr"))]
 CONSTANTS = [
     launch(block=32),
     launch(head_dim=128),  # two blocks
@@ -51,6 +66,39 @@ CONSTANTS = [
 @pytest.mark.parametrize("other", [*TYPES, *CONSTANTS])
 def test_what_kernels_ask_for_is_compiled(other: Launch) -> None:
     assert chosen(fewer, launch(), other) == chosen(fewer, other, launch()) == [0, 1]
+
+
+@pytest.mark.parametrize("other", [TYPES[-1], *CONSTANTS])
+def test_types_and_tiles_are_those_of_a_family(other: Launch) -> None:
+    """Each kernel of a folder is there, and one of them with the other type or tile."""
+    assert of_two(KERNEL, BESIDE, launch(), other) == of_two(OTHER, DEEPER, launch(), other) == 2
+    assert of_two(KERNEL, OTHER, launch(), other) == 4
+
+
+@pytest.mark.parametrize("other", FORMS)
+def test_forms_are_those_of_a_kernel(other: Launch) -> None:
+    assert of_two(KERNEL, BESIDE, launch(), other) == 4
+
+
+@pytest.mark.parametrize(("family", "count"), [("portable", 2), ("hopper", 4)])
+def test_rules_are_those_of_a_family_but_on_hopper(family: str, count: int) -> None:
+    """Of two kernels each is there, and the rule is left out and given, by one of them or by both."""
+    kernels = (kernel(f"{family}.{name}", ("rules",)) for name in ("forward", "key_grad"))
+    without, within = ({"rules": ("constexpr", "i32")}, {(0, 0): None}), ({"rules": ("*i32", "i32")}, {})
+    assert of_two(*kernels, without, within) == count
+
+
+def covering(*launches: str) -> list[int]:
+    """The places of launches that cover what all have, a letter each."""
+    return sorted(key for _, key in cover({(KERNEL, number): {(letter,) for letter in each} for number, each in enumerate(launches)}))
+
+
+def test_a_launch_gives_way_to_one_that_has_less() -> None:
+    assert covering("abc", "a", "bd", "ce") == [1, 2, 3], "a is left, which the first has as well"
+
+
+def test_a_launch_gives_way_to_those_that_came_later() -> None:
+    assert covering("apqrs", "abxy", "b", "cpqrs", "c", "xypqrs", "xy") == [1, 3], "the first has most where a is sought"
 
 
 @pytest.mark.parametrize("other", [launch(length="i64"), launch(q=("*bf16", "i32", "constexpr"))])

@@ -1,10 +1,11 @@
 """Every kernel compiles for each supported kind of GPU, fits its shared memory, and spills no more than is known and accepted.
 
 In a full run (DMATTN_FULL=1) all launches, for every GPU. Else fewer. For the GPU whose shared memory is the smallest of NVIDIA's, and for
-Hopper's own kernels, these have each kind of dtype and form of each tensor, each argument left out and given, so padded and packed, and each flag
-and size of a block. Of each kernel one has float16 and one several axes before the heads, and not each head dim in as many such blocks is there,
-nor strides of 1, of 32 and of 64 bits. Hopper has the other kernels with the flags and sizes that the first GPU's have not, and else one of each
-kernel. For sm_100, whose tiles are those of sm_80, and AMD's GPU one of each kernel.
+Hopper's own kernels, these have each flag and argument of each kernel, left out and given, so padded and packed, and several axes before the
+heads. Kernels of a folder have together each dtype, each size of a block and each head dim in as many blocks, and those that are not Hopper's so
+have each mask, window, softcap and other rule. Hopper has the other kernels with what the first GPU's have not, and else one of each kernel. For
+sm_100, whose tiles are those of sm_80, and AMD's GPU one of each kernel. Left to the full run are the combinations of these, so those of a dtype,
+a tile or a head dim with one kernel and not another of its folder, and strides of 1, of 32 and of 64 bits.
 """
 
 import json
