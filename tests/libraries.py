@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +13,9 @@ from types import ModuleType
 import pytest
 import torch
 
-FOLDER = Path(sys.prefix) / "recipes"
+# By way of site-packages: Hypothesis reads all the modules that it takes for local ones for their constants, half a minute of these.
+_INSTALLED = Path(sysconfig.get_path("purelib"))
+FOLDER = _INSTALLED / os.path.relpath(Path(sys.prefix) / "recipes", _INSTALLED)
 _schemas: list[torch.library.Library] = []
 
 
