@@ -48,6 +48,7 @@ for line in sys.stdin:
 def run() -> Iterator[Callable[[Path, list[str]], None]]:
     """Runs pytest in a folder, in one process for all of them: each would import torch for seconds."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(TOOLS), os.environ.get("PYTHONPATH"))))}
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # which each process of xdist would import, too
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     with subprocess.Popen([sys.executable, "-c", RUNS], env=environment, text=True, **pipes) as process:
 
@@ -59,7 +60,7 @@ def run() -> Iterator[Callable[[Path, list[str]], None]]:
         process.stdin.close()
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist.plugin", "-n", "2")], ids=["alone", "xdist"])
 def test_what_passed_is_left_out_the_next_time(workers: tuple[str, ...], tmp_path: Path, run: Callable) -> None:
     if workers:
         pytest.importorskip("xdist")
