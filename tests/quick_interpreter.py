@@ -25,6 +25,7 @@ def install() -> None:
     share_shapes()
     compute_directly()
     convert_directly()
+    choose_directly()
 
 
 def patch_the_language_once() -> None:
@@ -32,9 +33,9 @@ def patch_the_language_once() -> None:
     patch = interpreter._patch_lang
 
     def patch_lang(function: Callable) -> object:
-        unpatched = [language for language in (tl, tl.core) if tl.core.is_builtin(language.load)]
-        if not unpatched:
+        if not (tl.core.is_builtin(tl.load) or tl.core.is_builtin(tl.core.load)):
             return None
+        unpatched = [language for language in (tl, tl.core) if tl.core.is_builtin(language.load)]
         seen = function.__globals__.values()
         return patch(function) if any(each is language for each in seen for language in unpatched) else None
 
@@ -112,6 +113,32 @@ def convert_directly() -> None:
     tl.tensor.__getitem__ = with_axes
 
 
+def choose_directly() -> None:
+    """Spare it a fifth of what is left: the lesser and the greater of two integers, whether numbers are equal, and masks together."""
+    for name, function in dict(minimum=np.minimum, maximum=np.maximum).items():
+        semantic_operator(name, function, WHOLE)
+    for name, function in dict(and_=np.bitwise_and, or_=np.bitwise_or).items():
+        semantic_operator(name, function, {id(tl.int1)})
+    for name, function in dict(equal=np.equal, not_equal=np.not_equal).items():
+        semantic_operator(name, function, NUMPYS, result=tl.int1)
+
+
+def semantic_operator(name: str, function: Callable, kinds: set[int], result: tl.dtype | None = None) -> None:
+    """Let what Triton has for two operands compute by a function of arrays, where these are tensors of one of some types, or integers."""
+    semantic = type(interpreter.interpreter_semantic)
+    TRITONS[name] = others = getattr(semantic, name)
+
+    def operator(self: object, input: object, other: object, *options: object) -> tl.tensor:
+        if type(input) is tl.tensor and type(other) is tl.tensor:
+            kind, its = input.dtype, other.dtype
+            if id(kind) in kinds and (kind is its or (id(kind) in WHOLE and id(its) in WHOLE)):
+                common = kind if kind is its else tl.int64
+                return of_data(function(input.handle.data, other.handle.data), common, result or common, input.type, other.type)
+        return others(self, input, other, *options)
+
+    setattr(semantic, name, operator)
+
+
 def cast(self: object, input: tl.tensor, dst_ty: tl.dtype, fp_downcast_rounding: str | None = None) -> tl.tensor:
     wanted = dst_ty.scalar
     if fp_downcast_rounding is None:
@@ -174,6 +201,9 @@ def tensor_operator(name: str, function: Callable, *, only_whole: bool = False, 
                 return of_data(self.handle.data + size * other.handle.data.astype(np.uint64), kind, kind, self.type, other.type)
         elif id(kind) in mine and (other in IN_32_BITS if type(other) is int and is_whole else type(other) is float and kind is tl.float32):
             return of_data(function(self.handle.data, other), kind, result or kind, self.type)
+        elif is_sum and type(other) is int and 0 <= other in IN_32_BITS and kind.is_ptr():
+            size = max(1, kind.element_ty.primitive_bitwidth // 8)
+            return of_data(self.handle.data + np.uint64(size * other), kind, kind, self.type)
         return others(self, other, _semantic=interpreter.interpreter_semantic)
 
     setattr(tl.tensor, name, operator)

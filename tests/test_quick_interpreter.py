@@ -18,6 +18,7 @@ from dmattn.execution.backend import interpreting
 pytestmark = pytest.mark.skipif(not interpreting(), reason="about the interpreter")
 
 CONVERSIONS = ("cast", "to_tensor", "broadcast_impl_value")
+CHOICES = {"minimum": (tl.PropagateNan.NONE,), "maximum": (tl.PropagateNan.NONE,), "and_": (), "or_": (), "equal": (), "not_equal": ()}
 NUMPYS = {tl.int1: np.bool_, tl.int8: np.int8, tl.int32: np.int32, tl.int64: np.int64, tl.float16: np.float16, tl.float32: np.float32}
 NUMBERS = (3, -1, 0, 2.5, float("-inf"), (1 << 31) - 1, 1 << 31, tl.constexpr(4), tl.constexpr(0.1))
 SHAPES = ((), (4,), (1, 4), (2, 1), (2, 4))
@@ -100,6 +101,14 @@ def test_conversions_are_those_of_triton(patched_language: None) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CHOICES)
+def test_choices_are_those_of_triton(name: str, patched_language: None) -> None:
+    kinds = (*NUMPYS, tl.pointer_type(tl.float16))
+    own, others = ([made(kind, shape, first) for kind, shape in product(kinds, SHAPES)] for first in (1, -2))
+    assert sum(compared(name, left, right, *CHOICES[name]) for left, right in product(own, [*others, 3, -1, 2.5])) > 100
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_a_conversion_to_the_own_type_is_the_tensor_itself(patched_language: None) -> None:
     block = made(tl.float32, (2, 4), 1)
     assert block.to(tl.float32) is block
@@ -107,7 +116,9 @@ def test_a_conversion_to_the_own_type_is_the_tensor_itself(patched_language: Non
 
 
 def test_operators_are_replaced() -> None:
-    assert set(quick_interpreter.TRITONS) == {*OPERATORS, *CONVERSIONS, "__getitem__"}
-    owners = {name: type(interpreter.interpreter_semantic) if name in CONVERSIONS else tl.tensor for name in quick_interpreter.TRITONS}
+    assert set(quick_interpreter.TRITONS) == {*OPERATORS, *CONVERSIONS, *CHOICES, "__getitem__"}
+    owners = {
+        name: type(interpreter.interpreter_semantic) if name in {*CONVERSIONS, *CHOICES} else tl.tensor for name in quick_interpreter.TRITONS
+    }
     assert all(getattr(owners[name], name) is not function for name, function in quick_interpreter.TRITONS.items())
     assert triton.knobs.runtime.interpret
