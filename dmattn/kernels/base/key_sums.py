@@ -25,11 +25,6 @@ def by_group(problem: Problem, key_sums: Tensor | None) -> bool:
     return key_sums is not None and key_sums.shape[1] < problem.query.shape[1]
 
 
-def vectors_of(key_sums: Tensor | None) -> Tensor | None:
-    """The same without the axis of 1."""
-    return None if key_sums is None else key_sums[:, :, 0]
-
-
 def sum_of_key_sums(key_sums: Tensor, d_bias: Tensor, leading: Sequence[int]) -> None:
     """(B, H, 1, Sk) sums over the queries, summed on to the shape of a bias with the `leading` axes, each full or 1, and rounded once."""
     if len(leading) != 1:

@@ -156,7 +156,9 @@ def with_entries(x: Tensor, of: Any) -> Any:
 
 
 def vectors_of(x: Any) -> Any:
-    """A tensor (batch, heads, 1, cols) without the axis of 1."""
+    """A tensor (batch, heads, 1, cols), if there is one, without the axis of 1."""
+    if x is None:
+        return None
     return Nested(x.tensor[:, :, 0], x.entries, x.places, x.spread) if isinstance(x, Nested) else x[:, :, 0]
 
 

@@ -18,9 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...problem import Problem
 from ..base.device import processors
-from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, sequence, slice_pointer, strided, under_head
+from ..base.leading import vectors_of
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys, wave_of

@@ -19,9 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ...problem import Problem
 from ..base.device import processors
-from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Strided, slice_pointer, strided
+from ..base.leading import vectors_of
 from ..base.overlap import follow
 from ..base.place import place_keys
 from ..base.query_terms import Incoming

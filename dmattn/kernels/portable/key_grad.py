@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.device import processors
-from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Span, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
+from ..base.leading import vectors_of
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces

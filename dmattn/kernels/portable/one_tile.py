@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..base.key_sums import by_group, vectors_of
+from ..base.key_sums import by_group
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided, under_head
+from ..base.leading import vectors_of
 from ..base.overlap import follow
 from ..base.parts import empty_parts, sum_parts
 from ..base.place import LARGEST, member_of
@@ -51,7 +52,6 @@ def gradients(
         slices = heads // group
         sharing = Sharing.of_nothing(problem, PROGRAMS_PER_PROCESSOR, group)
         summed = d_bias
-    sums = vectors_of(key_sums)
     per_head = (strided(x, heads) for x in (d_query, d_key, d_value))
     launch(
         _one_tile_gradients_kernel,
@@ -61,7 +61,7 @@ def gradients(
         v=strided(problem.value, heads),
         rules=rules_of(problem),
         incoming=tuple(strided(x, heads) for x in incoming),
-        wanted=(*per_head, strided(summed, heads if summed is None else summed.shape[1]), strided(sums, heads)),
+        wanted=(*per_head, strided(summed, heads if summed is None else summed.shape[1]), strided(vectors_of(key_sums), heads)),
         order=strided(order, heads),
         sharing=(*sharing.argument, sharing.spread),
         SUMMED=shared,

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..base.key_sums import vectors_of
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_rows, load_tile, store_rows, store_tile, strided
+from ..base.leading import vectors_of
 from ..base.overlap import follow
 from ..base.query_terms import Incoming
 from ..base.rules import by_query, load_bias2, rules_of, scores
@@ -37,7 +37,6 @@ def row_gradients(
     """
     batch, heads, len_q, _ = problem.query.shape
     tile = pick("whole rows", problem)
-    sums = vectors_of(key_sums)
     launch(
         _row_gradients_kernel,
         batch * heads,
@@ -46,7 +45,7 @@ def row_gradients(
         v=strided(problem.value, heads),
         rules=rules_of(problem),
         incoming=incoming.strided(heads),
-        wanted=tuple(strided(x, heads) for x in (d_query, d_key, d_value, d_bias, sums)),
+        wanted=tuple(strided(x, heads) for x in (d_query, d_key, d_value, d_bias, vectors_of(key_sums))),
         BLOCKS_M=len_q // tile.block_m,
         **launch_options(problem, tile, incoming.d_out, d_query, d_key, d_value, d_bias),
     )

@@ -67,7 +67,7 @@ def reordered(problem: Problem, reads_all: bool = False) -> Any:
 
 def _parts(key: Tensor, value: Tensor, first: Tensor, last: Tensor, bias: Tensor | None, kv_heads: int) -> tuple:
     """The arrays along the keys as a kernel argument; a bias is a vector there."""
-    return tuple(strided(x, kv_heads) for x in (key, value, first, last, None if bias is None else vectors_of(bias)))
+    return tuple(strided(x, kv_heads) for x in (key, value, first, last, vectors_of(bias)))
 
 
 @triton.jit
