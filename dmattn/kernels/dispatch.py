@@ -6,7 +6,7 @@ Its `plan` (plans.py, hopper_plans.py) says what else keeps it from a call, or w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -105,11 +105,7 @@ class Choice(NamedTuple):
     @property
     def refusals(self) -> tuple[Refusal, ...]:
         """The reasons of these rows."""
-        return _refusals(self.refusing, self.traits)
-
-
-def _refusals(rows: Iterable[Row], traits: Traits) -> tuple[Refusal, ...]:
-    return tuple(Refusal(row.name, reason) for row in rows if (reason := row.refusal(traits)) is not None)
+        return tuple(Refusal(row.name, reason) for row in self.refusing if (reason := row.refusal(self.traits)) is not None)
 
 
 def choose_forward(traits: Traits) -> Choice:

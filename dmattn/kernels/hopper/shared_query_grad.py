@@ -105,10 +105,10 @@ class Next(NamedTuple):
 
 def query_and_bias_gradients(problem: Problem, incoming: Incoming, d_query: Tensor, d_bias: Tensor) -> None:
     """Fill the gradients of query and bias; `incoming` has its terms."""
-    heads, len_q, head_dim = problem.query.shape[1:]
+    batch, heads, len_q, head_dim = problem.query.shape
     bias_batch, bias_heads = d_bias.shape[:2]
     len_k = problem.key.shape[2]
-    members, dim = _members(problem, d_bias), padded_dim(problem)
+    members, dim = batch // bias_batch * (heads // bias_heads), padded_dim(problem)
     blocks = blocks_of(members, dim)
     block_m, block_n = BLOCK_M.value, 64 if members * dim <= MOST_SUMS // 2 else 32
     launch(
@@ -138,12 +138,6 @@ def query_and_bias_gradients(problem: Problem, incoming: Incoming, d_query: Tens
         num_warps=4,
         maxnreg=launch_registers(2),
     )
-
-
-def _members(problem: Problem, d_bias: Tensor) -> int:
-    """How many (batch, head) share one slice of the bias."""
-    batch, heads = problem.query.shape[:2]
-    return batch // d_bias.shape[0] * (heads // d_bias.shape[1])
 
 
 def blocks_of(members: int, dim: int) -> int:
