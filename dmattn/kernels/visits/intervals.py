@@ -26,17 +26,11 @@ CHUNK = tl.constexpr(256)  # blocks that a program looks at together when it mak
 SUMMARY = 512  # keys that a program sums up
 
 
-def interval_lists(problem: Problem, block_m: int, block_n: int) -> Any:
-    """For every block of queries the list of the blocks of keys to visit, see `lists`, where there are intervals. The window counts too."""
-    return _lists_of_intervals(problem, block_m, block_n, by_key=False)
+def interval_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False) -> Any:
+    """For every block of queries the list of the blocks of keys to visit, or with `by_key` the other way round; see `lists`.
 
-
-def query_interval_lists(problem: Problem, block_m: int, block_n: int) -> Any:
-    """For every block of keys the list of the blocks of queries to visit, where there are intervals. The window counts too."""
-    return _lists_of_intervals(problem, block_m, block_n, by_key=True)
-
-
-def _lists_of_intervals(problem: Problem, block_m: int, block_n: int, by_key: bool) -> Any:
+    There are intervals. The window counts too.
+    """
     given = [x for x in (problem.first, problem.last, problem.also_first, problem.also_last) if x is not None]
     batch, owner = common_entries(given, problem.query.shape[0])
     pairs = [given[i : i + 2] for i in range(0, len(given), 2)]

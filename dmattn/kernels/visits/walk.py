@@ -15,7 +15,7 @@ from ...problem import Problem
 from ..base.layout import load_rows
 from ..base.place import LARGEST
 from ..base.window import keys_in_window, queries_in_window
-from .intervals import interval_lists, query_interval_lists
+from .intervals import interval_lists
 from .lists import room, visited_block, visits
 from .mask_blocks import mask_lists
 
@@ -38,7 +38,7 @@ def query_lists(problem: Problem, block_m: int, block_n: int, packed: Tensor | N
         return None
     if problem.is_masked:
         return mask_lists(problem, block_m, block_n, by_key=True, packed=packed)
-    return None if problem.also_first is None else query_interval_lists(problem, block_m, block_n)
+    return None if problem.also_first is None else interval_lists(problem, block_m, block_n, by_key=True)
 
 
 @triton.jit
