@@ -65,10 +65,10 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
     batch, kv_heads, len_k = problem.key.shape[:3]
     width, keys = max(padded_dims(problem)), typical_length(problem, of_keys=True)
     if width > 128:
-        return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
+        return KeySizes(2, ROWS, _stages_beside(problem, d_bias), 1)
     windowed = problem.is_masked or problem.left is not None or problem.right is not None
     consumers = consumers_of(len_k, width) if _have_registers_for_three(problem, windowed) else 2
-    beside, stage = _bytes_of(problem, d_bias, ROWS)
+    beside, stage = _bytes_of(problem, d_bias)
     if consumers == 3 or width > PANEL.value:
         are_short = keys <= KEYS_OF_FEW
     else:
@@ -109,8 +109,8 @@ def interval_key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
     """
     batch, kv_heads, len_k = problem.key.shape[:3]
     if max(padded_dims(problem)) > 128:
-        return KeySizes(2, ROWS, _stages_beside(problem, d_bias, ROWS), 1)
-    beside, stage = _bytes_of(problem, d_bias, ROWS)
+        return KeySizes(2, ROWS, _stages_beside(problem, d_bias), 1)
+    beside, stage = _bytes_of(problem, d_bias)
     ones = 4 * ROWS * COLUMNS.value  # that term columns meet
     many = triton.cdiv(len_k, ROWS) * kv_heads * batch > processors(problem.query.device)
     if many and problem.key_bias is None and beside + ones + STAGES * stage <= room(2):
@@ -152,18 +152,18 @@ def one_pass_sizes(width: int, len_q: int, len_k: int, *, biased: bool, masked: 
     return None
 
 
-def _stages_beside(problem: Problem, d_bias: Tensor | None, queries: int) -> int:
-    """How many stages of so many queries there is room for where two consumers share their keys, and pass probabilities."""
-    beside, stage = _bytes_of(problem, d_bias, queries)
-    return min((room() - beside - 2 * ROWS * queries) // stage, 3)
+def _stages_beside(problem: Problem, d_bias: Tensor | None) -> int:
+    """How many stages of ROWS queries there is room for where two consumers share their keys, and pass probabilities."""
+    beside, stage = _bytes_of(problem, d_bias)
+    return min((room() - beside - 2 * ROWS * ROWS) // stage, 3)
 
 
-def _bytes_of(problem: Problem, d_bias: Tensor | None, queries: int) -> tuple[int, int]:
-    """(bytes of shared memory that one block of keys takes, of each stage of tiles of so many queries beside it)."""
+def _bytes_of(problem: Problem, d_bias: Tensor | None) -> tuple[int, int]:
+    """(bytes of shared memory that one block of keys takes, of each stage of tiles of ROWS queries beside it)."""
     dims = sum(padded_dims(problem))
-    beside = 2 * ROWS * dims + (0 if d_bias is None else queries * ROWS * d_bias.element_size())
+    beside = 2 * ROWS * dims + (0 if d_bias is None else ROWS * ROWS * d_bias.element_size())
     beside += 6 * ROWS * COLUMNS.value if problem.key_bias is not None else 0
-    stage = 2 * queries * dims + (2 * COLUMNS.value if max(padded_dims(problem)) <= 128 else 8) * queries  # terms, as columns
-    stage += 2 * queries * ROWS if problem.pair_bias is not None else 0
-    stage += queries * ROWS if problem.pair_mask is not None else 0
+    stage = 2 * ROWS * dims + (2 * COLUMNS.value if max(padded_dims(problem)) <= 128 else 8) * ROWS  # terms, as columns
+    stage += 2 * ROWS * ROWS if problem.pair_bias is not None else 0
+    stage += ROWS * ROWS if problem.pair_mask is not None else 0
     return beside, stage

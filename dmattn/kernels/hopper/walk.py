@@ -77,7 +77,7 @@ def even_work(problem: Problem) -> bool:
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
-def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: Any, programs_each: int = 1) -> tuple[Lengths, int]:
+def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: Any, programs_each: int) -> tuple[Lengths, int]:
     """(lengths, programs that take the blocks of queries) of a pass that writes `result`.
 
     `packed` is the list of blocks of packed sequences, and a processor has room for `programs_each`.
