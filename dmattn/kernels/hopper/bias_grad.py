@@ -7,7 +7,6 @@ as large as registers allow. Shared memory has a ring of panels of 64 dims: of a
 
 from typing import Any, NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,7 +22,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
-from ..portable.bias_grad import Sharing
+from ..portable.bias_grad import Sharing, tiles_of
 from .addressing import copyable
 from .copies import (
     PANEL,
@@ -103,12 +102,7 @@ class Vectors(NamedTuple):
 
 def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
     """That of the kernel below."""
-    return Sharing.in_rounds(d_bias, problem, _tiles(d_bias))
-
-
-def _tiles(d_bias: Tensor) -> int:
-    bias_batch, bias_heads, len_q, len_k = d_bias.shape
-    return triton.cdiv(len_q, 2 * BLOCK_M.value) * triton.cdiv(len_k, BLOCK_N.value) * bias_batch * bias_heads
+    return Sharing.in_rounds(d_bias, problem, tiles_of(d_bias, 2 * BLOCK_M.value, BLOCK_N.value))
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
@@ -121,7 +115,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
     launch(
         _shared_gradient_kernel,
-        _tiles(d_bias) * sharing.splits,
+        tiles_of(d_bias, 2 * block_m, block_n) * sharing.splits,
         q=tiled(problem.query, block_m, PANEL.value),
         k=tiled(problem.key, block_n, PANEL.value),
         v=tiled(problem.value, block_n, PANEL.value),

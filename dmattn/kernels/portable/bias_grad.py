@@ -131,20 +131,21 @@ def _room(problem: Problem, d_bias: Tensor, least: int) -> int:
 
 def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
     """That of the kernel below."""
-    tiles = _tiles(d_bias, pick("bias", problem))
+    tiles = tiles_of(d_bias, *pick("bias", problem)[:2])
     return Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR).evened(problem, d_bias, tiles)
 
 
-def _tiles(d_bias: Tensor, tile: Tile) -> int:
+def tiles_of(d_bias: Tensor, block_m: int, block_n: int) -> int:
+    """How many tiles of so many queries and keys a gradient has."""
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
-    return triton.cdiv(len_q, tile.block_m) * triton.cdiv(len_k, tile.block_n) * bias_batch * bias_heads
+    return triton.cdiv(len_q, block_m) * triton.cdiv(len_k, block_n) * bias_batch * bias_heads
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
     """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk)."""
     heads, bias_heads = problem.query.shape[1], d_bias.shape[1]
     tile, sharing = pick("bias", problem), sharing_of(problem, d_bias)
-    parts, programs = empty_parts(d_bias, sharing.splits), _tiles(d_bias, tile) * sharing.splits
+    parts, programs = empty_parts(d_bias, sharing.splits), tiles_of(d_bias, *tile[:2]) * sharing.splits
     tile = tile._replace(registers=_registers(problem, tile, programs))
     by_pairs = problem.is_masked and (problem.bits is not None or problem.mask.shape[2] > 1)
     launch(
