@@ -44,8 +44,8 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         torch.empty(size, dtype=torch.int32, device=key_bias.device)
         for size in (*4 * [key_bias.shape], (sequences, blocks, blocks), (sequences, tiles, EPOCHS))
     )
-    rules = dict(keep=min(keep, len_k), len_q=len_q, len_k=len_k)
     end, span = log_scale(keep, len_q, len_k)
+    dying = dict(last_ptr=last, epochs_ptr=epochs, end=end, span=span, len_q=len_q, len_k=len_k, EPOCHS=EPOCHS, TILE=tile)
     ranks = ranked(key_bias, valid)
     launch(
         _count_kernel,
@@ -66,38 +66,21 @@ def lifetimes(key_bias: Tensor, valid: Tensor | None, keep: int, len_q: int) -> 
         places_ptr=places,
         below_ptr=below,
         last_ptr=last,
-        **rules,
+        keep=min(keep, len_k),
+        len_q=len_q,
+        len_k=len_k,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(blocks),
         WORD=min(block, 64),
         num_warps=1 if block <= 256 else block // 128,
     )
-    launch(
-        _count_epochs_kernel,
-        sequences * tiles,
-        last_ptr=last,
-        epochs_ptr=epochs,
-        end=end,
-        span=span,
-        len_q=len_q,
-        len_k=len_k,
-        EPOCHS=EPOCHS,
-        TILE=tile,
-        num_warps=4,
-    )
+    launch(_count_epochs_kernel, sequences * tiles, **dying, num_warps=4)
     launch(
         _order_kernel,
         sequences * tiles,
-        last_ptr=last,
-        epochs_ptr=epochs,
         first_ptr=first,
         order_ptr=order,
-        end=end,
-        span=span,
-        len_q=len_q,
-        len_k=len_k,
-        EPOCHS=EPOCHS,
-        TILE=tile,
+        **dying,
         TILES_AT_ONCE=64,
         num_warps=2 if tile <= 256 else 4,
     )
@@ -213,18 +196,8 @@ def _count_epochs_kernel(last_ptr, epochs_ptr, end, span, len_q, len_k, EPOCHS: 
 
 @triton.jit(do_not_specialize=["end", "span", "len_q"])
 def _order_kernel(
-    last_ptr,
-    epochs_ptr,
-    first_ptr,
-    order_ptr,
-    end,
-    span,
-    len_q,
-    len_k,
-    EPOCHS: tl.constexpr,
-    TILE: tl.constexpr,
-    TILES_AT_ONCE: tl.constexpr,
-):
+    last_ptr, epochs_ptr, first_ptr, order_ptr, end, span, len_q, len_k, EPOCHS: tl.constexpr, TILE: tl.constexpr, TILES_AT_ONCE: tl.constexpr
+):  # fmt: skip
     """One program: TILE positions of one sequence. Reads last and epochs; writes first, and the positions where they stand in the order."""
     follow()
     tiles = tl.cdiv(len_k, TILE)
