@@ -223,7 +223,7 @@ class Round:
         return f"{self.name}, head dim {self.head_dim}: {took}; {reached}"
 
     def _tiles(self, kernel: str, place: Place) -> list[Tile]:
-        frozen = tiles.find_frozen((place.kind, kernel), self.target[0], self.dtype, self.head_dim, self.head_dim)
+        frozen = tiles.find((place.kind, kernel), self.target[0], self.dtype, self.head_dim, self.head_dim, is_frozen=True)
         tried = [frozen, *candidates(kernel, self.numbers, self.head_dim)]
         if kernel == "split keys":  # see `tiles.find`
             tried = [tile._replace(block_m=frozen.block_m) for tile in tried]

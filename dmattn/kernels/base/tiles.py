@@ -121,8 +121,8 @@ _RULING = ("mask", "bias", "first", "last", "also_first", "also_last")  # fields
 
 def pick(kernel: str, problem: Problem, is_frozen: bool = False) -> Tile:
     """The tile of `kernel`, a name of the table, for a problem's head dims, dtype and device; `is_frozen` asks for no timed one."""
-    query, found = problem.query, find_frozen if is_frozen else find
-    tile = found(kinds_of(kernel, problem), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3])
+    query = problem.query
+    tile = find(kinds_of(kernel, problem), device_family(query.device), query.dtype, query.shape[3], problem.value.shape[3], is_frozen)
     few_rows = query.shape[2] <= 64  # rows that no query fills cost as much as the others
     # a mask takes registers, and so do dropout, a table and a cap on scores
     crowded = problem.is_masked or problem.seed is not None or problem.zero is not None
@@ -163,27 +163,24 @@ def kinds_of(kernel: str, problem: Problem) -> tuple[str, ...]:
     return (*kinds, kernel)
 
 
-def find(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tile:
+def find(
+    kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int, value_dim: int, is_frozen: bool = False
+) -> Tile:  # fmt: skip
     """The tile of the first of `kinds`, if it was timed on this GPU; else of the first that the frozen table has, which has the last.
 
-    A tile that was timed serves no other kind: what is not in that kind's problems may take more shared memory than there is.
+    A tile that was timed serves no other kind: what is not in that kind's problems may take more shared memory than there is. `is_frozen` asks
+    for no timed one.
     """
     products = _precision(family, dtype) if dtype == torch.float32 else None
     dim = max(block_dim(head_dim), block_dim(value_dim))
     frozen = _frozen(kinds, family, products, dim)
-    if family == "interpreter" or dim > HEAD_DIMS[-1] or products not in (None, "bf16x6"):
+    if is_frozen or family == "interpreter" or dim > HEAD_DIMS[-1] or products not in (None, "bf16x6"):
         return frozen
     timed = timed_tile(family, Place(kinds[0], NARROW if products is None else FLOATS, max(HEAD_DIMS[0], dim)))
     if timed is None:
         return frozen
     # By the rows of split keys the table of kernels decides whether they serve a call (plans.py): they stay.
     return timed._replace(block_m=frozen.block_m) if kinds[-1] == "split keys" else timed
-
-
-def find_frozen(kinds: tuple[str, ...], family: str, dtype: torch.dtype, head_dim: int, value_dim: int) -> Tile:
-    """The tile of the first of `kinds` that the frozen table has; the last is a kernel, which it has."""
-    products = _precision(family, dtype) if dtype == torch.float32 else None
-    return _frozen(kinds, family, products, max(block_dim(head_dim), block_dim(value_dim)))
 
 
 @cache

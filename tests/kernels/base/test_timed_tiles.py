@@ -16,7 +16,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from dmattn import notices, report
 from dmattn.kernels.base import tiles, timed_tiles
 from dmattn.kernels.base.device import device_family, rehearsed_for
-from dmattn.kernels.base.tiles import Tile, find, find_frozen, pick
+from dmattn.kernels.base.tiles import Tile, find, pick
 from dmattn.kernels.base.timed_tiles import FLOATS, NARROW, Place, Source, Timed, file_for, on_trial, read, source_of, written
 from dmattn.problem import Problem
 from dmattn.rehearsal import without_storage
@@ -73,20 +73,20 @@ def test_tiles_come_from_the_file_of_the_first_gpu_of_the_family(gpus: Callable[
     assert file.name == "tiles_nvidia_imaginary_5.json"
     assert source_of("sm_86") == Source(file, TIMED)
     assert forward_tile("sm_86") == FASTER
-    assert forward_tile("sm_90") == find_frozen(("forward",), "sm_90", torch.bfloat16, 64, 64)
+    assert forward_tile("sm_90") == find(("forward",), "sm_90", torch.bfloat16, 64, 64, is_frozen=True)
 
 
 def test_what_was_not_timed_has_the_frozen_tile(gpus: Callable[..., None]) -> None:
     """Another head dim, dtype or kind, which may need more shared memory."""
     gpus((GPU, (8, 6)))
     keep(file_for(GPU))
-    frozen = find_frozen(("forward",), "sm_86", torch.bfloat16, 64, 64)
+    frozen = find(("forward",), "sm_86", torch.bfloat16, 64, 64, is_frozen=True)
     assert frozen != FASTER
     assert forward_tile("sm_86", 48) == FASTER, "it is padded to 64"
     assert forward_tile("sm_86", 32) == frozen
     assert forward_tile("sm_86", 64, ("forward with pairs", "forward")) == frozen
-    assert forward_tile("sm_86", 320) == find_frozen(("forward",), "sm_86", torch.bfloat16, 320, 320)
-    assert find(("forward",), "sm_86", torch.float32, 64, 64) == find_frozen(("forward",), "sm_86", torch.float32, 64, 64)
+    assert forward_tile("sm_86", 320) == find(("forward",), "sm_86", torch.bfloat16, 320, 320, is_frozen=True)
+    assert find(("forward",), "sm_86", torch.float32, 64, 64) == find(("forward",), "sm_86", torch.float32, 64, 64, is_frozen=True)
 
 
 def test_float32_tiles_are_for_products_of_parts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_used_is_ignored_with_one_warning(name: str, gpus:
     file = keep(file_for(GPU))
     file.write_text(content if isinstance(content, str) else json.dumps(written(TIMED, {}) | content))
     with caplog.at_level(logging.WARNING, "dmattn"):
-        assert forward_tile("sm_86") == find_frozen(("forward",), "sm_86", torch.bfloat16, 64, 64)
+        assert forward_tile("sm_86") == find(("forward",), "sm_86", torch.bfloat16, 64, 64, is_frozen=True)
         timed_tiles.forget()
         forward_tile("sm_86")
     (message,) = [record.getMessage() for record in caplog.records]
@@ -192,7 +192,7 @@ def test_a_rehearsal_finds_the_tile_of_the_launch(gpus: Callable[..., None], mon
         patch.setattr(tiles, "device_family", lambda device: "sm_86")
         assert rehearsed == pick("forward", problem) == FASTER
     assert device_family(query.device) == "interpreter"
-    assert pick("forward", problem) == find_frozen(("forward",), "interpreter", torch.bfloat16, 64, 64)
+    assert pick("forward", problem) == find(("forward",), "interpreter", torch.bfloat16, 64, 64, is_frozen=True)
 
 
 def test_info_says_where_the_tiles_of_each_gpu_come_from(gpus: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
