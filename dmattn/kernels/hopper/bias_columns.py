@@ -51,7 +51,7 @@ def ones_in_registers(ROWS: gl.constexpr, FIRST: gl.constexpr, LAYOUT: gl.conste
 def store_bias_columns(tile, rules, seq, col):
     """Store the bias columns of a tile of keys from a key on."""
     ROWS: gl.constexpr = tile.shape[0]
-    bias = load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, ROWS, gl.SliceLayout(1, _REGISTERS), EVEN=False)
+    bias = load_vector(rules.bias, rules.bias.col, seq, col, seq.len_k, 0.0, ROWS, gl.SliceLayout(1, _REGISTERS))
     tile.store(columns_of(bias[:, None], rules.scale, gl.arange(0, COLUMNS, gl.SliceLayout(0, _REGISTERS))[None, :]))
     fence_async_shared()
     sync_threads()  # else there would be one before each product that takes them

@@ -324,8 +324,8 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     EARLY: gl.constexpr = len(_panels(config.DIM))
     WIDTHS: gl.constexpr = _panels(config.DIM) + _panels(config.DIM_V)
     turn = step * len(WIDTHS)
-    lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
-    delta_rows = load_vector(vectors.delta, vectors.delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)  # [BLOCK_M]
+    lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS)  # [BLOCK_M]
+    delta_rows = load_vector(vectors.delta, vectors.delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS)  # [BLOCK_M]
     rows = gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     kept = mask_of(rules, seq, rows, cols, row, context.col)

@@ -413,5 +413,5 @@ def _bias_of(context, keys, seq, turn, start, EDGE: gl.constexpr):
     elif rules.bias_cols is not None:
         return _keys_down(context.tiles.bias, turn)
     else:
-        bias = load_vector(rules.bias, rules.bias.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS), EVEN=False)[None, :]
+        bias = load_vector(rules.bias, rules.bias.row, seq, start, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(0, PAIRS))[None, :]
         return bias.to(gl.float32) * LOG2E

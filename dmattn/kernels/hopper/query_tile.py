@@ -68,7 +68,7 @@ class Sums(NamedTuple):
 def terms_of(vectors, out_pieces, d_out_pieces, seq, row, stored, config: gl.constexpr):
     """The terms of a consumer's queries (`query_terms.Incoming`), which are `stored`, too, or else by another program."""
     ROWS: gl.constexpr = gl.SliceLayout(1, config.PAIRS)
-    lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS, EVEN=False)
+    lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("-inf"), BLOCK_M, ROWS)
     if config.BY_COPY:
         delta_rows = _products_of_rows(out_pieces[0], d_out_pieces[0])
         for i in gl.static_range(1, len(out_pieces)):
@@ -80,7 +80,7 @@ def terms_of(vectors, out_pieces, d_out_pieces, seq, row, stored, config: gl.con
             delta_rows += gl.convert_layout(products, ROWS)
     delta_rows = gl.convert_layout(delta_rows, ROWS)  # [BLOCK_M]
     if vectors.d_lse is not None:
-        of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS, EVEN=False)
+        of_lse = load_vector(vectors.d_lse, vectors.d_lse.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS)
         delta_rows = gl.where(lse_rows == float("-inf"), 0.0, delta_rows - of_lse)
     if stored & (row < seq.len_q):
         columns = gl.arange(0, STORED_COLUMNS, gl.SliceLayout(0, config.PAIRS))

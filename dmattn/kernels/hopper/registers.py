@@ -22,14 +22,21 @@ class Hiding(NamedTuple):
 
 
 @gluon.jit
-def load_vector(t, stride, seq, start, length, other, BLOCK: gl.constexpr, LAYOUT: gl.constexpr, EVEN: gl.constexpr):
-    """[BLOCK] from `start` on of a tensor's one axis with this stride; `other` from `length` on, of which there is nothing if EVEN."""
+def load_vector(t, stride, seq, start, length, other, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """[BLOCK] from `start` on of a tensor's one axis with this stride; `other` from `length` on."""
     index = gl.arange(0, BLOCK, LAYOUT)
     pointers = slice_pointer(t, seq) + gl.cast(start, gl.int64) * stride + index * stride
-    if EVEN:
-        return gl.load(pointers)
-    else:
-        return gl.load(pointers, mask=index < length - start, other=other)
+    return gl.load(pointers, mask=index < length - start, other=other)
+
+
+@gluon.jit
+def store_vector(t, seq, start, length, x, order=None):
+    """A vector to its places in a tensor from `start` on, of so many in all; counted in an `order`, if there is one (:func:`places_of`)."""
+    index = start + gl.arange(0, x.shape[0], x.type.layout)
+    places = index.to(gl.int64)
+    if order is not None:
+        places = places_of(order, seq, index, length)
+    gl.store(slice_pointer(t, seq) + places * t.row, x.to(t.ptr.dtype.element_ty), mask=index < length)
 
 
 @gluon.jit
@@ -38,7 +45,7 @@ def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
     if rules.bias is None or rules.bias_cols is not None:
         return 0.0
     elif rules.bias_rows is not None:
-        bias = load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS), EVEN=False)[:, None]
+        bias = load_vector(rules.bias, rules.bias.row, seq, row, seq.len_q, 0.0, BLOCK_M, gl.SliceLayout(1, PAIRS))[:, None]
         return bias.to(gl.float32) * LOG2E
     else:
         return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
@@ -145,8 +152,8 @@ def _by_bits(words):
 @gluon.jit
 def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr):
     """(twice the middle, length) of the interval of queries of each key of a tile, keys down. A key past the end has none."""
-    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), EVEN=False)
-    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS), EVEN=False)
+    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS))
+    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS))
     middle2, length = middle_and_length(first, last, seq.len_q)
     return middle2[:, None], length[:, None]
 
