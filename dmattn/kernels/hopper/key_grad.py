@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
-from ..base.layout import Span, sequence, slice_pointer, strided, under_head
+from ..base.layout import Span, sequence, strided, under_head
 from ..base.leading import vectors_of
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
@@ -68,7 +68,7 @@ from .key_tile import (
     uniform_bias_of,
 )
 from .key_walk import add_queries, copy_queries
-from .registers import sums_of_lanes
+from .registers import store_vector, sums_of_lanes
 from .term_tiles import allocate_terms, are_columns, tiled_terms
 
 REGISTERS_WITH_ONES = gl.constexpr(200)  # of a consumer that has room for the ones that term columns meet
@@ -277,15 +277,8 @@ def _consume(tiles, ones, barriers, rules, d_k, d_v, key_sums, d_bias, work, whi
             for start in range(begin + gl.cdiv(end - begin, BLOCK_M) * BLOCK_M, work.seq.len_q, BLOCK_M):
                 store_d_bias(context, this, start, zeros)
         if results.key_sums is not None and not config.BY_GROUP:
-            _store_sums(results.key_sums, this, col, sums_of_lanes(sums.lanes, product_layout(BLOCK_M)))
+            store_vector(results.key_sums, this, col, work.seq.len_k, sums_of_lanes(sums.lanes, product_layout(BLOCK_M)))
     if results.key_sums is not None and config.BY_GROUP:
         place = under_part(results.key_sums, work.seq, work.dealt)
-        _store_sums(results.key_sums, place, col, sums_of_lanes(sums.lanes, product_layout(BLOCK_M)))
+        store_vector(results.key_sums, place, col, work.seq.len_k, sums_of_lanes(sums.lanes, product_layout(BLOCK_M)))
     store_gradients(results, None, sums, rules, work, col, config)
-
-
-@gluon.jit
-def _store_sums(key_sums, seq, col, sums):
-    """The sums over the queries for a block of keys."""
-    cols = col + gl.arange(0, BLOCK_N, sums.type.layout)
-    gl.store(slice_pointer(key_sums, seq) + cols.to(gl.int64) * key_sums.row, sums.to(key_sums.ptr.dtype.element_ty), mask=cols < seq.len_k)

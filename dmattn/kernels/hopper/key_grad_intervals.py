@@ -69,7 +69,7 @@ from .key_tile import (
     no_sums,
     turn_of,
 )
-from .registers import places_of, store_tile, sums_of_lanes
+from .registers import store_tile, store_vector, sums_of_lanes
 from .term_tiles import allocate_terms, are_columns, copy_terms, tiled_terms
 
 
@@ -247,32 +247,22 @@ def _store_zeros(results, order, work, config: gl.constexpr):
     if results.key_sums is not None:
         no_key_sums = gl.full([BLOCK_N], 0.0, gl.float32, gl.SliceLayout(1, SUMS))
         if config.BY_GROUP:
-            _store_sums(results.key_sums, order, under_part(results.key_sums, seq, work.dealt), col, no_key_sums)
+            store_vector(results.key_sums, under_part(results.key_sums, seq, work.dealt), col, seq.len_k, no_key_sums, order)
         else:
             for head in range(seq.head, seq.head + work.heads):
-                _store_sums(results.key_sums, order, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, no_key_sums)
-
-
-@gluon.jit
-def _store_sums(key_sums, order, seq, col, sums):
-    """The sums over the queries for a block of keys."""
-    cols = col + gl.arange(0, BLOCK_N, sums.type.layout)
-    places = cols.to(gl.int64)
-    if order is not None:
-        places = places_of(order, seq, cols, seq.len_k)
-    gl.store(slice_pointer(key_sums, seq) + places * key_sums.row, sums.to(key_sums.ptr.dtype.element_ty), mask=cols < seq.len_k)
+                store_vector(results.key_sums, Sequence(seq.batch, head, seq.len_q, seq.len_k), col, seq.len_k, no_key_sums, order)
 
 
 @gluon.jit
 def _store_all_sums(key_sums, order, seq, col, sums, exchange, turn, which: gl.constexpr):
     """The sums over the queries of all consumers: of two in turns the second gives its own to the first, the `turn`-th time."""
     if exchange.key_sums is None:
-        _store_sums(key_sums, order, seq, col, sums)
+        store_vector(key_sums, seq, col, seq.len_k, sums, order)
     elif which == 0:
         mbarrier.wait(exchange.key_sums.index(1), turn & 1)
         sums += exchange.room.load(gl.SliceLayout(1, PAIRS))
         mbarrier.arrive(exchange.key_sums.index(0), count=1)
-        _store_sums(key_sums, order, seq, col, sums)
+        store_vector(key_sums, seq, col, seq.len_k, sums, order)
     else:
         mbarrier.wait(exchange.key_sums.index(0), (turn & 1) ^ 1)
         exchange.room.store(sums)

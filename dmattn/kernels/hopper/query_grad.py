@@ -18,7 +18,7 @@ from ...problem import Problem
 from ..base.bias_columns import COLUMNS
 from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
-from ..base.layout import copied_entry, slice_pointer, strided
+from ..base.layout import copied_entry, strided
 from ..base.overlap import follow
 from ..base.parts import sum_parts
 from ..base.query_terms import Incoming
@@ -50,7 +50,7 @@ from .copies import (
 )
 from .distances import end_numbers, with_spread_table
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
-from .registers import lane_sums, rounded_pairs, store_tile, sums_of_lanes
+from .registers import lane_sums, rounded_pairs, store_tile, store_vector, sums_of_lanes
 from .walk import (
     ahead_of,
     allocate_numbers,
@@ -364,7 +364,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
             store_tile(result, seq, own_row, seq.len_q, dq[i] * rules.scale, config.HEAD_DIM, FIRST=i * PANEL)
         if end_sums is not None:
             for place in gl.static_range(2):
-                _store_sums(end_sums[place], seq, own_row, sums_of_lanes(sums.ends[place], config.PAIRS))
+                store_vector(end_sums[place], seq, own_row, seq.len_q, sums_of_lanes(sums.ends[place], config.PAIRS))
         turn = _leave_out(barriers, turn, end, walk.full_end, config)
         count += 1
         number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths, which)
@@ -398,10 +398,3 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
             sums = add_tile(context, sums, step, which, config, EDGE=False, FIRST=False)
         number, begin, outer_end = last, inner_end, end
     return sums
-
-
-@gluon.jit
-def _store_sums(t, seq, row, sums):
-    """Sums by query of a consumer."""
-    rows = row + gl.arange(0, BLOCK_M, sums.type.layout)
-    gl.store(slice_pointer(t, seq) + rows.to(gl.int64) * t.row, sums, mask=rows < seq.len_q)

@@ -99,13 +99,12 @@ def functions_by_key(
         else:
             assert of_piece in stored[result.holds], "pieces of columns with other sums"
 
-    def _store_sums(*given: Any) -> None:
-        *_, seq, col, sums = given
+    def store_vector(t: Any, seq: Sequence, col: int, length: int, sums: Any, order: Any = None) -> None:
         stored["key sums"].append(Stored(seq.head, col, sums.holds or ()))
 
     names = functions(
         case, files, language, change, Sequence=Sequence, _probabilities=probabilities, store_d_bias=store_d_bias, store_tile=store_tile,
-        _store_sums=_store_sums, is_descriptor=lambda kind: True, place_keys=lambda *given: (language.program, 0, 0),
+        store_vector=store_vector, is_descriptor=lambda kind: True, place_keys=lambda *given: (language.program, 0, 0),
         numbers_of=lambda *given: 1, part_of_group=lambda number, group, dealt: (0, 0, group), under_part=lambda t, seq, dealt: seq,
         interval_of=lambda *given: (Anything(), Anything()),
         slice_pointer=lambda bounds, seq: seq.head * bounds.head,
