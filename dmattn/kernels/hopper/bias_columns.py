@@ -35,8 +35,7 @@ def allocate_columns(ROWS: gl.constexpr, COUNT: gl.constexpr):
 def ones_for_columns(ROWS: gl.constexpr, FIRST: gl.constexpr = 0):
     """The other factor of three columns from the FIRST on: ones in these columns of ROWS, and else 0. A fence has to follow."""
     tile = allocate_columns(ROWS, 1)[0]
-    columns = gl.full([ROWS, 1], 0, gl.int32, _REGISTERS) + gl.arange(0, COLUMNS, gl.SliceLayout(0, _REGISTERS))[None, :]
-    tile.store(gl.where((columns >= FIRST) & (columns < FIRST + 3), 1.0, 0.0).to(gl.bfloat16))
+    tile.store(ones_in_registers(ROWS, FIRST, _REGISTERS))
     return tile
 
 
