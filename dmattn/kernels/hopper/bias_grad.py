@@ -32,8 +32,8 @@ from .copies import (
     allocate_tiles,
     consumer_registers,
     copy,
-    first_of,
     launch_registers,
+    pieces,
     place_of_keys,
     place_of_queries,
     product_layout,
@@ -42,7 +42,6 @@ from .copies import (
     stage_of,
     summed_dims,
     tiled,
-    widths_of,
 )
 from .registers import Hiding, capped, exponent_factor, load_pairs, load_vector, mask_of, ruled, up_to
 
@@ -334,7 +333,7 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     for i in gl.static_range(len(WIDTHS)):
         stage, phase = stage_of(turn + i, config.STAGES)
         mbarrier.wait(barriers.full.index(stage), phase)
-        row_pieces, col_pieces = _pieces(tiles.rows, 2 * stage + which, WIDTHS[i]), _pieces(tiles.cols, stage, WIDTHS[i])
+        row_pieces, col_pieces = pieces(tiles.rows, 2 * stage + which, WIDTHS[i]), pieces(tiles.cols, stage, WIDTHS[i])
         if i < EARLY:
             s = product_under_way(row_pieces, col_pieces, s, i > 0)
         else:
@@ -351,13 +350,3 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     for i in gl.static_range(EARLY, len(WIDTHS)):
         mbarrier.arrive(barriers.free.index((turn + i) % config.STAGES), count=1)
     return p * (d_p - delta_rows[:, None])
-
-
-@gluon.jit
-def _pieces(tiles, number, WIDTH: gl.constexpr):
-    """The pieces of one of some tiles that products sum over, in so many of its dims."""
-    tile = tiles.index(number).reshape([tiles.shape[3], tiles.shape[4]])
-    found = ()
-    for i in gl.static_range(len(widths_of(WIDTH))):
-        found += (tile.slice(first_of(widths_of(WIDTH), i), widths_of(WIDTH)[i], dim=1),)
-    return found

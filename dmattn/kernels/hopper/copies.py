@@ -246,7 +246,7 @@ def column_pieces(tiles, number, DIM: gl.constexpr):
 def _piece(tiles, number, DIM: gl.constexpr, WIDTHS: gl.constexpr, i: gl.constexpr):
     """One of pieces of these widths."""
     FIRST: gl.constexpr = first_of(WIDTHS, i)
-    WHOLE: gl.constexpr = whole_of(DIM)
+    WHOLE: gl.constexpr = tiles.shape[4]
     tile = tiles.index(number * tiles_of(DIM) + FIRST // WHOLE).reshape([tiles.shape[3], tiles.shape[4]])
     if WIDTHS[i] == WHOLE:
         return tile

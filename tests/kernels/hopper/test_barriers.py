@@ -210,7 +210,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
 
     names.update(
         product_under_way=product_under_way, warpgroup_mma_wait=warpgroup_mma_wait, _member=_member, PANEL=Panel(64),
-        _pieces=lambda tiles, number, width: (tiles.index(number),),
+        pieces=lambda tiles, number, width: (tiles.index(number),),
         copy=lambda source, at, full, place: full.copies.append((place, (source.holds, *at))),
         capped=lambda s, rules: s, ruled=lambda s, *more: s, up_to=lambda s, *more: s, Sequence=Sequence,
         member_of=lambda ends, seq, member, *more: Sequence(0, member, *case.lengths[member]),
