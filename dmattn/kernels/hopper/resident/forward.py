@@ -112,7 +112,12 @@ def _resident_forward_kernel(
         out=gl.allocate_shared_memory(out.dtype, [CONSUMERS, 1, 1, BLOCK_M, config.DIM], out.layout),
         bias=allocate_bias(rules, CONSUMERS, TILES * (KEYS // CHUNK), BLOCK_M, CHUNK, WIDE=False),
     )
-    barriers = _make_barriers(CONSUMERS)
+    barriers = Barriers(
+        bias_full=allocate_barriers(CONSUMERS, 1),
+        q_full=allocate_barriers(1, 1),
+        kv_full=allocate_barriers(STAGES, 1),
+        kv_free=allocate_barriers(STAGES, CONSUMERS),
+    )
     fence_async_shared()
     entry, bias_head = slice_of(number, entries)
     part = Part(entry, bias_head, sharing_heads, spread, block * (CONSUMERS * BLOCK_M), first, members, splits, len_q, len_k)
@@ -125,17 +130,6 @@ def _resident_forward_kernel(
         ],
         [4] * (CONSUMERS - 1) + [1],
         [consumer_registers(CONSUMERS)] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
-    )
-
-
-@gluon.jit
-def _make_barriers(CONSUMERS: gl.constexpr):
-    """:class:`Barriers` in their first phase."""
-    return Barriers(
-        bias_full=allocate_barriers(CONSUMERS, 1),
-        q_full=allocate_barriers(1, 1),
-        kv_full=allocate_barriers(STAGES, 1),
-        kv_free=allocate_barriers(STAGES, CONSUMERS),
     )
 
 

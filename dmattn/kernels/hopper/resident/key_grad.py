@@ -157,7 +157,12 @@ def _resident_key_gradients_kernel(
         terms=gl.allocate_shared_memory(terms.dtype, [STAGES, 1, 1, 2, BLOCK_M], terms.layout),
         bias=allocate_bias(rules, CONSUMERS, TILES * (BLOCK_M // CHUNK), CHUNK, BLOCK_N, WIDE=False),
     )
-    barriers = _make_barriers(CONSUMERS)
+    barriers = Barriers(
+        bias_full=allocate_barriers(CONSUMERS, 1),
+        kv_full=allocate_barriers(1, 1),
+        q_full=allocate_barriers(STAGES, 1),
+        q_free=allocate_barriers(STAGES, CONSUMERS),
+    )
     fence_async_shared()
     entry, bias_head = slice_of(number, entries)
     part = Part(entry, bias_head, sharing_heads, spread, block * (CONSUMERS * BLOCK_N), first, members, splits, len_q, len_k)
@@ -171,17 +176,6 @@ def _resident_key_gradients_kernel(
         ],
         [4] * (CONSUMERS - 1) + [1],
         [consumer_registers(CONSUMERS)] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
-    )
-
-
-@gluon.jit
-def _make_barriers(CONSUMERS: gl.constexpr):
-    """:class:`Barriers` in their first phase."""
-    return Barriers(
-        bias_full=allocate_barriers(CONSUMERS, 1),
-        kv_full=allocate_barriers(1, 1),
-        q_full=allocate_barriers(STAGES, 1),
-        q_free=allocate_barriers(STAGES, CONSUMERS),
     )
 
 

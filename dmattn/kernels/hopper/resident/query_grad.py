@@ -172,7 +172,12 @@ def _resident_query_gradients_kernel(
         bias=allocate_bias(rules, CONSUMERS, KEYS // CHUNK, BLOCK_M, CHUNK, WIDE=True),
         d_q=None if d_q is None else gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, config.DIM], d_q.layout),
     )
-    barriers = _make_barriers(CONSUMERS)
+    barriers = Barriers(
+        bias_full=allocate_barriers(CONSUMERS, 1),
+        full=allocate_barriers(STAGES, 1),
+        free=allocate_barriers(STAGES, CONSUMERS),
+        sums_full=allocate_barriers(STAGES, CONSUMERS - 1),
+    )
     fence_async_shared()
     line = Line(part_count, block_count, entries, sharing_heads, spread, members, len_q, len_k)
     gl.warp_specialize(
@@ -184,17 +189,6 @@ def _resident_query_gradients_kernel(
         ],
         [4] * (CONSUMERS - 1) + [1],
         [consumer_registers(CONSUMERS)] * (CONSUMERS - 1) + [PRODUCER_REGISTERS],
-    )
-
-
-@gluon.jit
-def _make_barriers(CONSUMERS: gl.constexpr):
-    """:class:`Barriers` in their first phase."""
-    return Barriers(
-        bias_full=allocate_barriers(CONSUMERS, 1),
-        full=allocate_barriers(STAGES, 1),
-        free=allocate_barriers(STAGES, CONSUMERS),
-        sums_full=allocate_barriers(STAGES, CONSUMERS - 1),
     )
 
 
