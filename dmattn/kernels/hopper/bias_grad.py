@@ -92,13 +92,6 @@ class Context(NamedTuple):
     stride: Any
 
 
-class Vectors(NamedTuple):
-    """Vectors by query in memory (`layout.Strided`)."""
-
-    lse: Any
-    delta: Any
-
-
 def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
     """That of the kernel below."""
     return Sharing.in_rounds(d_bias, problem, tiles_of(d_bias, 2 * BLOCK_M.value, BLOCK_N.value))
@@ -194,11 +187,10 @@ def _shared_gradient_kernel(
         for i in gl.static_range(2):
             copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
     context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride)
-    vectors = Vectors(lse, delta)
     gl.warp_specialize(
         [
-            (_consume, (context, rules, vectors, parts, part_entry, bias is None, 0, config)),
-            (_consume, (context, rules, vectors, parts, part_entry, bias is None, 1, config)),
+            (_consume, (context, rules, lse, delta, parts, part_entry, bias is None, 0, config)),
+            (_consume, (context, rules, lse, delta, parts, part_entry, bias is None, 1, config)),
             (_produce, (q, k, d_out, v, context, rules, groups, config)),
         ],
         [4, 1],
@@ -271,7 +263,7 @@ def _copy_panel(by_query, by_key, context, seq, groups, turn, panel: gl.constexp
 
 
 @gluon.jit
-def _consume(context, rules, vectors, parts, part_entry, LOADS: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
+def _consume(context, rules, lse, delta, parts, part_entry, LOADS: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
     """BLOCK_M rows of the program's tile, the first or the second; it LOADS the bias of them where that is not copied."""
     PAIRS: gl.constexpr = config.PAIRS
     seq, col = context.seq, context.col
@@ -286,17 +278,17 @@ def _consume(context, rules, vectors, parts, part_entry, LOADS: gl.constexpr, wh
         while member < context.end:
             own = member_of(rules.ends, seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
             if _has_tile(context, rules, own):
-                total += _member(context, rules, vectors, own, row, step, which, config, EDGE=True)
+                total += _member(context, rules, lse, delta, own, row, step, which, config, EDGE=True)
                 step += 1
             member = _member_after(context, own, member)
     elif rules.mask is not None or any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
         for member in range(context.begin, context.end):
             own = member_of(None, seq, member, context.sharing_heads, context.spread)
-            total += _member(context, rules, vectors, own, row, member - context.begin, which, config, EDGE=True)
+            total += _member(context, rules, lse, delta, own, row, member - context.begin, which, config, EDGE=True)
     else:
         for member in range(context.begin, context.end):
             own = member_of(None, seq, member, context.sharing_heads, context.spread)
-            total += _member(context, rules, vectors, own, row, member - context.begin, which, config, EDGE=False)
+            total += _member(context, rules, lse, delta, own, row, member - context.begin, which, config, EDGE=False)
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
     pointers = slice_pointer(parts, Sequence(part_entry, seq.head, seq.len_q, seq.len_k))
@@ -315,7 +307,7 @@ def _load_bias(context, rules, row, which: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+def _member(context, rules, lse, delta, seq, row, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
     """dS of the consumer's rows in one member, which is that of a step."""
     tiles, barriers = context.tiles, context.barriers
     PAIRS: gl.constexpr = config.PAIRS
@@ -323,8 +315,8 @@ def _member(context, rules, vectors, seq, row, step, which: gl.constexpr, config
     EARLY: gl.constexpr = len(_panels(config.DIM))
     WIDTHS: gl.constexpr = _panels(config.DIM) + _panels(config.DIM_V)
     turn = step * len(WIDTHS)
-    lse_rows = load_vector(vectors.lse, vectors.lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS)  # [BLOCK_M]
-    delta_rows = load_vector(vectors.delta, vectors.delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS)  # [BLOCK_M]
+    lse_rows = load_vector(lse, lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS)  # [BLOCK_M]
+    delta_rows = load_vector(delta, delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS)  # [BLOCK_M]
     rows = gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     kept = mask_of(rules, seq, rows, cols, row, context.col)

@@ -198,8 +198,10 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
     names = functions(case, BIAS_GRAD, language, change, allocate_pairs=lambda bias, count, *shape: Several(Place, count))
     add = names["_member"]
 
-    def _member(context: Any, rules: Any, vectors: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool) -> Generator:
-        made = yield from add(context, rules, vectors, seq, row, step, which, config, EDGE)
+    def _member(
+        context: Any, rules: Any, lse: Any, delta: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool
+    ) -> Generator:
+        made = yield from add(context, rules, lse, delta, seq, row, step, which, config, EDGE)
         factors = ("q", row, "k", context.col, config.DIM), ("d_out", row, "v", context.col, config.DIM_V)
         panels = [(*ends, panel) for *ends, dim in factors for panel in range(0, dim, 64)]
         assert [what for _, what in made.holds] == [
