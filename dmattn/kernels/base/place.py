@@ -33,16 +33,10 @@ def listed_block(packed_blocks, number):
 
 
 @triton.jit
-def place_queries(rules, length, heads, BLOCK: tl.constexpr):
-    """:func:`place` of a block of queries, as :func:`place_keys`; under a causal mask and intervals the last ones, which see the most keys
-    under the former, begin first.
-    """
-    return place_work(tl.program_id(0), tl.num_programs(0), rules, length, heads, BLOCK)
-
-
-@triton.jit
 def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
-    """:func:`place_queries` of a program with that number of so many."""
+    """:func:`place` of a block of queries, as :func:`place_keys`, of a program with that number of so many; under a causal mask and intervals
+    the last ones, which see the most keys under the former, begin first.
+    """
     block, head, batch = _place(number, numbers, rules, length, heads, BLOCK)
     if rules.packed_blocks is None and (rules.right is not None or rules.first is not None):
         block = tl.cdiv(length, BLOCK) - 1 - block

@@ -23,7 +23,7 @@ from ..base.launch import launch
 from ..base.layout import Sequence, Span, strided
 from ..base.leading import spread_of
 from ..base.overlap import follow
-from ..base.place import member_of, place_queries
+from ..base.place import member_of, place_work
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import open_keys
@@ -165,7 +165,7 @@ def _query_gradients_kernel(
     PAIRS: gl.constexpr = product_layout(BLOCK_N)
     SUMS: gl.constexpr = product_layout(DIM)
     config: gl.constexpr = Config(HEAD_DIM, DIM, MEMBERS, BLOCKS, BLOCK_N, EVEN_N, GROUP, STAGES, BIAS_TILES, PAIRS, SUMS)
-    block, bias_head, entry = place_queries(rules, len_q, bias_heads, BLOCKS * BLOCK_M)
+    block, bias_head, entry = place_work(gl.program_id(0), gl.num_programs(0), rules, len_q, bias_heads, BLOCKS * BLOCK_M)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
     row = block * (BLOCKS * BLOCK_M)
     q_tiles = gl.allocate_shared_memory(q.dtype, [MEMBERS * BLOCKS, 1, 1, BLOCK_M, DIM], q.layout)

@@ -11,7 +11,7 @@ from ..base.layout import Span, sequence, store_rows, strided
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.pieces import load_pieces, over_rows, store_pieces, zero_pieces
-from ..base.place import place_queries
+from ..base.place import place_work
 from ..base.rules import rules_of, scores
 from ..base.softmax import sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import launch_options, pick
@@ -44,7 +44,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend."""
     follow()
-    block, head, batch = place_queries(rules, len_q, heads, BLOCK_M)
+    block, head, batch = place_work(tl.program_id(0), tl.num_programs(0), rules, len_q, heads, BLOCK_M)
     seq = sequence(rules.ends, batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
