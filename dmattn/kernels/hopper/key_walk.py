@@ -8,7 +8,7 @@ from ..base.distances import inner_steps, outer_places
 from ..base.layout import Span
 from ..base.rules import place_of_first
 from ..base.window import next_step, open_queries, own_queries
-from ..visits.walk import query_range, query_step
+from ..visits.walk import query_range, walk_step
 from .copies import copied_dims, copy_tile, place_of_queries, product_layout, stage_of
 from .distances import end_numbers
 from .key_results import leave_d_scores
@@ -26,7 +26,7 @@ def copy_queries(sources, tiles, barriers, rules, seq, col, step, config: gl.con
     D_OUT_BYTES: gl.constexpr = 2 * BLOCK_M * copied_dims(config.DIM_V)
     begin, end, full_end = query_range(rules, seq, Span(col, 0, None), BLOCK_M, BLOCKS * BLOCK_N)
     for position in range(begin, full_end, BLOCK_M):
-        start = query_step(rules, seq, Span(col, 0, None), position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
+        start = walk_step(rules, seq, Span(col, 0, None), seq.len_q, position, end, full_end, BLOCKS * BLOCK_N, BLOCK_M)
         stage, phase = stage_of(step, config.STAGES)
         mbarrier.wait(barriers.free.index(stage), phase ^ 1)
         q_full = barriers.q_full.index(stage)
@@ -59,11 +59,11 @@ def add_queries(context, seq, keys, sums, step, owner, begin, end, full_end, con
         sums, step = _add_range(context, seq, keys, sums, step, begin, end, config)
     else:
         for position in range(begin, end, BLOCK_M):
-            start = query_step(rules, seq, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
+            start = walk_step(rules, seq, owner, seq.len_q, position, end, full_end, BLOCKS * BLOCK_N, BLOCK_M)
             sums = add_tile(context, seq, keys, sums, turn_of(step, STAGES, which, BLOCKS), start, config, EDGE=True)
             step += 1
         for position in range(end, full_end, BLOCK_M):
-            start = query_step(rules, seq, owner, position, end, full_end, BLOCK_M, BLOCKS * BLOCK_N)
+            start = walk_step(rules, seq, owner, seq.len_q, position, end, full_end, BLOCKS * BLOCK_N, BLOCK_M)
             sums = add_tile(context, seq, keys, sums, turn_of(step, STAGES, which, BLOCKS), start, config, EDGE=False)
             step += 1
     return sums, step

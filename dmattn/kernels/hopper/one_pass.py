@@ -20,7 +20,7 @@ from ..base.layout import Sequence, Span, strided
 from ..base.overlap import follow
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
-from ..visits.walk import query_lists, query_range, query_step
+from ..visits.walk import query_lists, query_range, walk_step
 from .addressing import copyable
 from .backward_sizes import one_pass_sizes
 from .bias_columns import ones_for_columns, ones_in_registers
@@ -290,7 +290,7 @@ def _collect(tiles, rooms, barriers, rules, d_q, d_bias, extents, config: gl.con
             begin, end, full_end = query_range(rules, seq, owner, config.BLOCK_M, KEYS)
             visited = 0
             for position in range(begin, full_end, config.BLOCK_M):
-                start = query_step(rules, seq, owner, position, end, full_end, config.BLOCK_M, KEYS)
+                start = walk_step(rules, seq, owner, seq.len_q, position, end, full_end, KEYS, config.BLOCK_M)
                 visited |= 1 << start // config.BLOCK_M
                 stage, phase = stage_of(step, config.D_SCORES)
                 room = rooms.index(start // config.BLOCK_M)

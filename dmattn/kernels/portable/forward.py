@@ -15,7 +15,7 @@ from ..base.place import place_work
 from ..base.rules import rules_of, scores
 from ..base.softmax import sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import launch_options, pick
-from ..visits.walk import key_lists, key_range, key_step, key_steps
+from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
@@ -56,16 +56,16 @@ def _forward_kernel(
     row_max, row_sum = softmax_start(BLOCK_M)
     acc = zero_pieces(BLOCK_M, BLOCK_DV, (VALUE_DIM - 1) // BLOCK_DV + 1)
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
-    following = key_step(rules, seq, rows, begin, end, full_end, BLOCK_M, BLOCK_N)
+    following = walk_step(rules, seq, rows, seq.len_k, begin, end, full_end, BLOCK_M, BLOCK_N)
     for step in tl.range(begin, end, BLOCK_N):
-        start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
+        start, following = walk_steps(rules, seq, rows, seq.len_k, step, following, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         acc, row_max, row_sum = _add_tile(
             q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
         )
     if rules.lists is not None:
         for step in tl.range(end, full_end, BLOCK_N):
-            start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
+            start, following = walk_steps(rules, seq, rows, seq.len_k, step, following, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
             acc, row_max, row_sum = _add_tile(
                 q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION

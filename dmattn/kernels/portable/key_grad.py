@@ -17,7 +17,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
 from ..base.tiles import in_pieces, launch_options, pick
-from ..visits.walk import query_lists, query_range, query_step, query_steps
+from ..visits.walk import query_lists, query_range, walk_step, walk_steps
 from .group_parts import GroupParts, numbers_of, part_of_group, under_part
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -117,16 +117,16 @@ def _key_gradients_kernel(
         if not BY_GROUP:
             sums = tl.full([BLOCK_N], 0.0, tl.float32)
         begin, end, full_end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
-        following = query_step(rules, seq, cols, begin, end, full_end, BLOCK_M, BLOCK_N)
+        following = walk_step(rules, seq, cols, seq.len_q, begin, end, full_end, BLOCK_N, BLOCK_M)
         for step in tl.range(begin, end, BLOCK_M):
-            start, following = query_steps(rules, seq, cols, step, following, end, full_end, BLOCK_M, BLOCK_N)
+            start, following = walk_steps(rules, seq, cols, seq.len_q, step, following, end, full_end, BLOCK_N, BLOCK_M)
             rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
             dk, dv, sums = _add_tile(
                 incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
             )
         if rules.lists is not None:
             for step in tl.range(end, full_end, BLOCK_M):
-                start, following = query_steps(rules, seq, cols, step, following, end, full_end, BLOCK_M, BLOCK_N)
+                start, following = walk_steps(rules, seq, cols, seq.len_q, step, following, end, full_end, BLOCK_N, BLOCK_M)
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
                 dk, dv, sums = _add_tile(
                     incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION

@@ -24,7 +24,7 @@ from ..base.rules import LANES, add_at_ends, add_at_one_end, load_ends2, place_o
 from ..base.softmax import divisor2, score_gradient
 from ..base.tiles import launch_options, pick
 from ..base.window import next_step
-from ..visits.walk import key_lists, key_range, key_step, key_steps
+from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 from .split_keys import MOST_SPLITS, visible_keys
 
 KEYS_OF_A_PART = 256  # at least: adding parts takes as long as walking about so many
@@ -140,14 +140,14 @@ def _query_gradients_kernel(
     if parts is not None:
         steps = tl.cdiv(full_end - begin, BLOCK_N)
         own_begin, own_end = begin + steps * part // parts * BLOCK_N, begin + steps * (part + 1) // parts * BLOCK_N
-    following = key_step(rules, seq, rows, own_begin, end, full_end, BLOCK_M, BLOCK_N)
+    following = walk_step(rules, seq, rows, seq.len_k, own_begin, end, full_end, BLOCK_M, BLOCK_N)
     for step in tl.range(own_begin, end if parts is None else tl.minimum(own_end, end), BLOCK_N):
-        start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
+        start, following = walk_steps(rules, seq, rows, seq.len_k, step, following, end, full_end, BLOCK_M, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION)
     if rules.lists is not None:
         for step in tl.range(end if parts is None else tl.maximum(own_begin, end), own_end, BLOCK_N):
-            start, following = key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M, BLOCK_N)
+            start, following = walk_steps(rules, seq, rows, seq.len_k, step, following, end, full_end, BLOCK_M, BLOCK_N)
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
             dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=False, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION)
     if rules.lists is None and rules.ends is None and not DS_IS_MADE:  # noqa: SIM102 - as in window.py

@@ -23,7 +23,7 @@ from ..base.rules import LOG2E, load_bias2, rules_of, scores
 from ..base.softmax import join_sink, sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import FEW_ROWS, Tile, block_dim, launch_options, pick
 from ..base.window import keys_of_queries
-from ..visits.walk import key_lists, key_range, key_step, key_steps
+from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 
 PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
 # Under a mask of each batch entry they do not, as these keep more or fewer keys. NVIDIA H200, 2026-11-27, padding, with 4 instead of 2: 32
@@ -246,9 +246,9 @@ def _split_kernel(
     steps = tl.cdiv(full_end - begin, BLOCK_N)
     split_begin = begin + steps * split // splits * BLOCK_N
     split_end = begin + steps * (split + 1) // splits * BLOCK_N
-    following = key_step(rules, seq, rows, split_begin, end, full_end, QUERIES, BLOCK_N)
+    following = walk_step(rules, seq, rows, seq.len_k, split_begin, end, full_end, QUERIES, BLOCK_N)
     for step in tl.range(split_begin, split_end, BLOCK_N):
-        start, following = key_steps(rules, seq, rows, step, following, end, full_end, QUERIES, BLOCK_N)
+        start, following = walk_steps(rules, seq, rows, seq.len_k, step, following, end, full_end, QUERIES, BLOCK_N)
         cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
         k_tile = load_tile(k, seq, cols, dims)  # [BLOCK_N, BLOCK_D]
         s = _scores((q_tile,), (k_tile,), rules, seq, by_row, rows, cols, MASK_BY_HEAD, BIAS_BY_HEAD, PRECISION)

@@ -1,8 +1,8 @@
 """The walk of a block of queries over the keys, and of a block of keys over the queries: those in its window, or the blocks in its list.
 
 One loop goes from `begin` to `end` in steps of a block. Where there are lists, another follows from `end` to `full_end`, over the blocks of
-which no pair is hidden. What a step of either visits is asked for with `key_step` or `query_step`, a step ahead with `key_steps` and
-`query_steps`: a loop whose loads wait for a number of a list has fewer of them under way.
+which no pair is hidden. What a step of either visits is asked for with `walk_step`, or a step ahead with `walk_steps`: a loop whose loads wait
+for a number of a list has fewer of them under way.
 """
 
 from typing import Any
@@ -55,25 +55,6 @@ def key_range(rules, seq, rows, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def key_step(rules, seq, rows, step, end, full_end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first key of a step of a loop."""
-    if rules.lists is None:
-        return step
-    else:
-        partial, full = end // BLOCK_N, (full_end - end) // BLOCK_N
-        return visited_block(rules.lists, seq, rows, step // BLOCK_N, partial, full, room(seq.len_k, BLOCK_N), BLOCK_M) * BLOCK_N
-
-
-@triton.jit
-def key_steps(rules, seq, rows, step, following, end, full_end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(`key_step` of a step, `following`: that of the step after it), which the step before has asked for."""
-    if rules.lists is None:
-        return step, following
-    else:
-        return following, key_step(rules, seq, rows, step + BLOCK_N, end, full_end, BLOCK_M, BLOCK_N)
-
-
-@triton.jit
 def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """(begin, end, full_end) of the loops over queries, in steps of BLOCK_M."""
     if rules.lists is None:
@@ -99,19 +80,19 @@ def query_range(rules, seq, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def query_step(rules, seq, cols, step, end, full_end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first query of a step of a loop."""
+def walk_step(rules, seq, owner, length, step, end, full_end, OWN: tl.constexpr, WALK: tl.constexpr):
+    """The first key, or query, of a step of a loop: the span of OWN places walks over an axis of that length, WALK places a step."""
     if rules.lists is None:
         return step
     else:
-        partial, full = end // BLOCK_M, (full_end - end) // BLOCK_M
-        return visited_block(rules.lists, seq, cols, step // BLOCK_M, partial, full, room(seq.len_q, BLOCK_M), BLOCK_N) * BLOCK_M
+        partial, full = end // WALK, (full_end - end) // WALK
+        return visited_block(rules.lists, seq, owner, step // WALK, partial, full, room(length, WALK), OWN) * WALK
 
 
 @triton.jit
-def query_steps(rules, seq, cols, step, following, end, full_end, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """(`query_step` of a step, `following`: that of the step after it), as :func:`key_steps`."""
+def walk_steps(rules, seq, owner, length, step, following, end, full_end, OWN: tl.constexpr, WALK: tl.constexpr):
+    """(`walk_step` of a step, `following`: that of the step after it), which the step before has asked for."""
     if rules.lists is None:
         return step, following
     else:
-        return following, query_step(rules, seq, cols, step + BLOCK_M, end, full_end, BLOCK_M, BLOCK_N)
+        return following, walk_step(rules, seq, owner, length, step + WALK, end, full_end, OWN, WALK)
