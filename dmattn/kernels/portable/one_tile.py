@@ -223,7 +223,4 @@ def _add_member(
 @triton.jit
 def _over_queries(pairs, tile, acc, PRECISION: tl.constexpr):
     """[BLOCK_N, dims]: the sum over queries of pairs times a tile that has a row for each, added to `acc` if there is one."""
-    if acc is None:
-        return tl.dot(tl.trans(pairs.to(tile.dtype)), tile, input_precision=PRECISION)
-    else:
-        return tl.dot(tl.trans(pairs.to(tile.dtype)), tile, acc, input_precision=PRECISION)
+    return tl.dot(tl.trans(pairs.to(tile.dtype)), tile, acc, input_precision=PRECISION)
