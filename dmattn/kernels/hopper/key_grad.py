@@ -8,7 +8,7 @@ Of head dims over 128 a program has registers for 64 keys: one consumer makes sc
 one to the other by shared memory, so that each product is made once.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import triton
 from torch import Tensor
@@ -67,26 +67,11 @@ from .key_tile import (
     store_d_bias,
     uniform_bias_of,
 )
-from .key_walk import add_queries, copy_queries
+from .key_walk import Config, add_queries, copy_queries
 from .registers import store_vector, sums_of_lanes
 from .term_tiles import allocate_terms, are_columns, tiled_terms
 
 REGISTERS_WITH_ONES = gl.constexpr(200)  # of a consumer that has room for the ones that term columns meet
-
-
-class Config(NamedTuple):
-    """Options of a launch, the kernel's constexprs."""
-
-    HEAD_DIM: Any
-    VALUE_DIM: Any
-    DIM: Any  # as they are multiplied (`backward_dims`)
-    DIM_V: Any
-    CONSUMERS: Any
-    BLOCK_M: Any  # queries of a tile
-    BLOCKS: Any  # of BLOCK_N keys of a program: one for each consumer, or for both
-    STAGES: Any  # tiles of queries, dO and bias in shared memory
-    EVEN_N: Any  # no program has keys past the end
-    BY_GROUP: Any  # sums over queries are summed over the heads of a group too
 
 
 def key_gradients(

@@ -1,5 +1,7 @@
 """The tiles of queries that a block of keys visits: how the producer of dK and dV copies them, and how a consumer walks them."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -14,6 +16,24 @@ from .distances import end_numbers
 from .key_results import leave_d_scores
 from .key_tile import BLOCK_N, add_tile, copy_pairs, store_d_bias, turn_of
 from .term_tiles import copy_terms
+
+
+class Config(NamedTuple):
+    """Options of a launch, the kernel's constexprs; the last three are those of one pass, which alone has several blocks of keys in turn."""
+
+    HEAD_DIM: Any
+    VALUE_DIM: Any
+    DIM: Any  # as they are multiplied (`backward_dims`)
+    DIM_V: Any
+    CONSUMERS: Any
+    BLOCK_M: Any  # queries of a tile
+    BLOCKS: Any  # of BLOCK_N keys of a program: one for each consumer, or for both
+    STAGES: Any  # tiles of queries, dO and bias in shared memory
+    EVEN_N: Any  # no block has keys past the end
+    BY_GROUP: Any  # sums over queries are summed over the heads of a group too
+    KEY_STAGES: Any = None  # blocks of keys and values in shared memory
+    D_SCORES: Any = None  # tiles of dS there
+    KEYS_IN_REGISTERS: Any = None  # those of a consumer, and its values
 
 
 @gluon.jit

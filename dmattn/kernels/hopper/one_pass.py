@@ -43,7 +43,7 @@ from .copies import (
 from .key_grad import REGISTERS_WITH_ONES
 from .key_results import store_gradients
 from .key_tile import BLOCK_N, Barriers, Context, Keys, Ones, Results, Sources, Tiles, Work, copy_keys, no_sums
-from .key_walk import add_queries, copy_queries
+from .key_walk import Config, add_queries, copy_queries
 from .registers import by_rows, by_threads, order_of, store_tile
 from .term_tiles import allocate_terms, are_columns, tiled_terms
 
@@ -61,23 +61,6 @@ class Extents(NamedTuple):
     heads: Any
     len_q: Any
     len_k: Any
-
-
-class Config(NamedTuple):
-    """Options of a launch, the kernel's constexprs."""
-
-    HEAD_DIM: Any
-    VALUE_DIM: Any
-    DIM: Any  # as they are multiplied (`backward_dims`)
-    DIM_V: Any
-    CONSUMERS: Any
-    BLOCK_M: Any  # queries of a tile
-    BLOCKS: Any  # of BLOCK_N keys, one for each consumer
-    STAGES: Any  # tiles of queries, dO and bias in shared memory
-    KEY_STAGES: Any  # blocks of keys and values there
-    D_SCORES: Any  # tiles of dS there
-    EVEN_N: Any  # no block has keys past the end
-    KEYS_IN_REGISTERS: Any  # those of a consumer, and its values
 
 
 def all_gradients(
@@ -159,7 +142,9 @@ def _one_pass_kernel(
     follow()
     REGISTERS: gl.constexpr = registers_of(CONSUMERS)
     LOADED: gl.constexpr = REGISTERS >= REGISTERS_WITH_ONES
-    config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, CONSUMERS, STAGES, KEY_STAGES, D_SCORES, EVEN_N, LOADED)
+    config: gl.constexpr = Config(
+        HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, CONSUMERS, STAGES, EVEN_N, False, KEY_STAGES, D_SCORES, KEYS_IN_REGISTERS=LOADED
+    )
     tiles = Tiles(
         k=allocate_tiles(k, KEY_STAGES * CONSUMERS, BLOCK_N, DIM),
         v=allocate_tiles(v, KEY_STAGES * CONSUMERS, BLOCK_N, DIM_V),
