@@ -347,15 +347,11 @@ def _add_head(context, seq, keys, steps, sums, before, which: gl.constexpr, conf
         mine = begin + ((before + which) % 2) * BLOCK_M
     open_begin = next_step(mine, steps.open_begin, STEP)
     open_end = gl.maximum(next_step(mine, steps.open_end, STEP), open_begin)
-    for start in range(mine, gl.minimum(open_begin, end), STEP):
-        turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-        sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=True)
-    for start in range(open_begin, gl.minimum(open_end, end), STEP):
-        turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-        sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=False)
-    for start in range(open_end, end, STEP):
-        turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
-        sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=True)
+    bounds = (mine, open_begin, open_end, end)
+    for part in gl.static_range(3):  # those that hide no pair lie between others
+        for start in range(bounds[part], gl.minimum(bounds[part + 1], end), STEP):
+            turn = turn_of(before + (start - begin) // BLOCK_M, STAGES)
+            sums = add_tile(context, seq, keys, sums, turn, start, config, EDGE=part != 1)
     return sums
 
 
