@@ -92,11 +92,6 @@ class Sharing(NamedTuple):
         fill = programs_per_processor * processors(problem.query.device) // (heads // group)
         return cls(1, group, batch * group, even_parts(batch, fill), together=group)
 
-    @classmethod
-    def of_blocks(cls, heads: int, blocks: int, programs: int) -> Sharing:
-        """Where a head has one number, the sum over so many blocks of queries: split for about so many programs."""
-        return cls(1, 1, blocks, even_parts(blocks, programs // heads))
-
     def sequences(self, problem: Problem) -> Tensor | None:
         """The list of packed sequences where all of them share a slice. Their members are all of one sequence else."""
         return packed_sequences(problem) if self.batch == 1 else None

@@ -10,11 +10,10 @@ from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, ends_of, load_rows, sequence, store_tile, strided, strided_by_head
 from ..base.overlap import follow
-from ..base.parts import empty_parts, sum_parts
+from ..base.parts import empty_parts, even_parts, sum_parts
 from ..base.query_terms import Incoming, terms_of_columns
 from ..base.rules import LOG2E
 from ..base.softmax import divisor2, sink2_of
-from .bias_grad import Sharing
 
 QUERIES = 8192  # of a turn, at most
 WORTH = 2  # turns of a program that are worth another beside it, whose sum a further kernel adds
@@ -34,18 +33,19 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
     block = min(QUERIES, triton.next_power_of_2(max(len_q, 16)))
     blocks = triton.cdiv(len_q, block)
     programs = min(PROGRAMS_PER_PROCESSOR * processors(d_sinks.device), heads * batch * blocks // WORTH)
-    sharing = Sharing.of_blocks(heads, batch * blocks, programs)
+    splits = even_parts(batch * blocks, programs // heads)
     total = d_sinks[None, :, None, None]
-    parts = empty_parts(total, sharing.splits)
+    parts = empty_parts(total, splits)
     launch(
         _sink_gradients_kernel,
-        heads * sharing.splits,
+        heads * splits,
         incoming=incoming.for_sinks(heads),
         scale=problem.scale,
         sinks=strided_by_head(sinks),
         ends=ends_of(problem),
         parts=strided(parts, heads),
-        sharing=sharing.argument,
+        members=batch * blocks,
+        members_per_part=triton.cdiv(batch * blocks, splits),
         heads=heads,
         blocks=blocks,
         len_q=len_q,
@@ -57,14 +57,13 @@ def sink_gradients(problem: Problem, incoming: Incoming, sinks: Tensor, d_sinks:
 
 
 @triton.jit
-def _sink_gradients_kernel(incoming, scale, sinks, ends, parts, sharing, heads, blocks, len_q, BLOCK: tl.constexpr):
+def _sink_gradients_kernel(incoming, scale, sinks, ends, parts, members, members_per_part, heads, blocks, len_q, BLOCK: tl.constexpr):
     """One program: the sum of its share of the blocks of queries of one head, those of all batch entries.
 
     Grid of one axis: heads fastest, then shares.
     """
     follow()
     lse, delta, columns = incoming
-    _slices, _sharing_heads, members, members_per_part = sharing
     head = tl.program_id(0) % heads
     part = tl.program_id(0) // heads
     begin = part * members_per_part
