@@ -45,8 +45,11 @@ def key_gradients(
     if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals, or beyond the lengths of packed sequences
     parts = GroupParts(problem, *fill_of(problem), (d_key, d_value, key_sums), order)
-    wanted = (parts.d_key, parts.d_value, vectors_of(parts.key_sums), d_bias)
-    for group in _apart(wanted) if in_pieces(problem, tile) else (wanted,):
+    sums = vectors_of(parts.key_sums)
+    wanted = ((parts.d_key, parts.d_value, sums, d_bias),)
+    if in_pieces(problem, tile):  # sums for both dK and dV would not fit the registers beside products in pieces
+        wanted = ((None, parts.d_value, None, None), (parts.d_key, None, sums, d_bias))
+    for group in wanted:
         if all(x is None for x in group):
             continue
         launch(
@@ -72,12 +75,6 @@ def fill_of(problem: Problem, _d_bias: Tensor | None = None) -> tuple[int, int]:
     batch, kv_heads, len_k = problem.key.shape[:3]
     programs = triton.cdiv(len_k, pick("keys", problem).block_n) * kv_heads * batch
     return programs, PROGRAMS_PER_PROCESSOR * processors(problem.query.device)
-
-
-def _apart(wanted: tuple[Tensor | None, ...]) -> tuple[tuple[Tensor | None, ...], ...]:
-    """What is wanted in two launches: dV, and all else. Sums for both dK and dV would not fit the registers beside products in pieces."""
-    d_key, d_value, sums, d_bias = wanted
-    return (None, d_value, None, None), (d_key, None, sums, d_bias)
 
 
 @triton.jit
