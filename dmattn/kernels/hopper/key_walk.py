@@ -78,14 +78,11 @@ def add_queries(context, seq, keys, sums, step, owner, begin, end, full_end, con
     if rules.lists is None:
         sums, step = _add_range(context, seq, keys, sums, step, begin, end, config)
     else:
-        for position in range(begin, end, BLOCK_M):
-            start = walk_step(rules, seq, owner, seq.len_q, position, end, full_end, BLOCKS * BLOCK_N, BLOCK_M)
-            sums = add_tile(context, seq, keys, sums, turn_of(step, STAGES, which, BLOCKS), start, config, EDGE=True)
-            step += 1
-        for position in range(end, full_end, BLOCK_M):
-            start = walk_step(rules, seq, owner, seq.len_q, position, end, full_end, BLOCKS * BLOCK_N, BLOCK_M)
-            sums = add_tile(context, seq, keys, sums, turn_of(step, STAGES, which, BLOCKS), start, config, EDGE=False)
-            step += 1
+        for FULL in gl.static_range(2):  # blocks of which no pair is hidden come last
+            for position in range(end if FULL else begin, full_end if FULL else end, BLOCK_M):
+                start = walk_step(rules, seq, owner, seq.len_q, position, end, full_end, BLOCKS * BLOCK_N, BLOCK_M)
+                sums = add_tile(context, seq, keys, sums, turn_of(step, STAGES, which, BLOCKS), start, config, EDGE=not FULL)
+                step += 1
     return sums, step
 
 

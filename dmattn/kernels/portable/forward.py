@@ -57,18 +57,12 @@ def _forward_kernel(
     acc = zero_pieces(BLOCK_M, BLOCK_DV, (VALUE_DIM - 1) // BLOCK_DV + 1)
     begin, end, full_end = key_range(rules, seq, rows, BLOCK_M, BLOCK_N)
     following = walk_step(rules, seq, rows, seq.len_k, begin, end, full_end, BLOCK_M, BLOCK_N)
-    for step in tl.range(begin, end, BLOCK_N):
-        start, following = walk_steps(rules, seq, rows, seq.len_k, step, following, end, full_end, BLOCK_M, BLOCK_N)
-        cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
-        acc, row_max, row_sum = _add_tile(
-            q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
-        )
-    if rules.lists is not None:
-        for step in tl.range(end, full_end, BLOCK_N):
+    for FULL in tl.static_range(1 if rules.lists is None else 2):  # blocks of lists of which no pair is hidden come last
+        for step in tl.range(end if FULL else begin, full_end if FULL else end, BLOCK_N):
             start, following = walk_steps(rules, seq, rows, seq.len_k, step, following, end, full_end, BLOCK_M, BLOCK_N)
-            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None)
+            cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if FULL or EVEN_N else seq.len_k)
             acc, row_max, row_sum = _add_tile(
-                q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
+                q_tiles, k, v, rules, seq, acc, row_max, row_sum, rows, cols, dims, value_dims, EDGE=not FULL, PRECISION=PRECISION
             )
     out_tiles = ()
     for piece in tl.static_range(len(acc)):

@@ -115,19 +115,14 @@ def _key_gradients_kernel(
             sums = tl.full([BLOCK_N], 0.0, tl.float32)
         begin, end, full_end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
         following = walk_step(rules, seq, cols, seq.len_q, begin, end, full_end, BLOCK_N, BLOCK_M)
-        for step in tl.range(begin, end, BLOCK_M):
-            start, following = walk_steps(rules, seq, cols, seq.len_q, step, following, end, full_end, BLOCK_N, BLOCK_M)
-            rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
-            dk, dv, sums = _add_tile(
-                incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=True, PRECISION=PRECISION
-            )
-        if rules.lists is not None:
-            for step in tl.range(end, full_end, BLOCK_M):
+        for FULL in tl.static_range(1 if rules.lists is None else 2):  # blocks of lists of which no pair is hidden come last
+            for step in tl.range(end if FULL else begin, full_end if FULL else end, BLOCK_M):
                 start, following = walk_steps(rules, seq, cols, seq.len_q, step, following, end, full_end, BLOCK_N, BLOCK_M)
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
                 dk, dv, sums = _add_tile(
-                    incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE=False, PRECISION=PRECISION
-                )
+                    incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims,
+                    EDGE=not FULL, PRECISION=PRECISION,
+                )  # fmt: skip
         if rules.lists is None and rules.first is None and rules.ends is None:
             for start in tl.range(0, begin, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
