@@ -77,12 +77,6 @@ class Incoming(NamedTuple):
         assert self.terms is not None
         return self.terms
 
-    @property
-    def columns(self) -> Tensor:
-        """The terms as columns, likewise."""
-        assert self.term_columns is not None
-        return self.term_columns
-
     def stored(self, problem: Problem) -> "Stored":
         """Where the terms go, as a kernel argument."""
         heads = self.lse.shape[1]

@@ -72,9 +72,9 @@ def test_a_delta_beyond_all_numbers_is_not_finite_in_either_form(beyond: float) 
         sink_gradients(problem, form, torch.zeros(1), d_sinks)
         assert not d_sinks.isfinite()
     assert not incoming.vectors[0, 0, 1, 7].isfinite()
-    lowered = incoming.columns[0, 0, 7, 3:6].float().sum()
+    lowered = incoming.term_columns[0, 0, 7, 3:6].float().sum()
     assert lowered.abs() >= FINITE.value or lowered.isnan()
-    assert incoming.columns.isfinite().all() or beyond != beyond
+    assert incoming.term_columns.isfinite().all() or beyond != beyond
 
 
 @pytest.mark.skipif(not interpreting(), reason="runs the kernel alone, in the interpreter")
