@@ -13,6 +13,7 @@ from torch import Tensor
 from ...precision import dot_precision
 from ...problem import Problem
 from .device import device_family
+from .layout import strided
 from .timed_tiles import FLOATS, FOUR_PROGRAMS, HEAD_DIMS, NARROW, THREE_PROGRAMS, WHOLE, Place, Tile, timed_tile
 
 _NOTHING_FITS = Tile(0, 0, 1, 1)  # of "one tile" and "whole rows", which keep whole lengths on chip, and of what no kernel serves
@@ -206,10 +207,13 @@ def in_pieces(problem: Problem, tile: Tile) -> bool:
 
 
 def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dict[str, Any]:
-    """Keyword arguments that every attention kernel takes, from the problem's lengths and head dims and the tile."""
+    """Keyword arguments that every attention kernel takes, from the problem's tensors, lengths and head dims and the tile."""
     query, key, value = problem.query, problem.key, problem.value
     (_, heads, len_q, head_dim), len_k, value_dim = query.shape, key.shape[2], value.shape[3]
     return dict(
+        q=strided(query, heads),
+        k=strided(key, heads),
+        v=strided(value, heads),
         heads=heads,
         len_q=len_q,
         len_k=len_k,

@@ -146,9 +146,6 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     launch(
         _shared_gradient_kernel,
         programs,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
         rules=rules_of(problem, states=problem.states if by_pairs else None, packed_blocks=sharing.sequences(problem)),
         incoming=incoming.strided(heads),
         parts=strided(parts, bias_heads),

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...broadcast import sum_to
 from ...problem import Problem
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, SpanFromBefore, sequence, strided
+from ..base.layout import Sequence, Span, SpanFromBefore, sequence
 from ..base.leading import spread_of
 from ..base.overlap import follow
 from ..base.packed_blocks import packed_blocks
@@ -125,9 +125,6 @@ def _band_parts(problem: Problem, incoming: Incoming, slices_of: tuple[int, int]
     launch(
         _bands_kernel,
         bands.count * parts.shape[1] * slices,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
         rules=_rules_of(problem, packed),
         incoming=incoming.strided(heads),
         parts=parts,

@@ -26,9 +26,6 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     launch(
         _forward_kernel,
         count_blocks(problem, blocks, tile.block_m) * heads,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
         rules=rules_of(problem, key_lists(problem, *tile[:2], blocks), packed_blocks=blocks),
         out=strided(out, heads),
         lse=strided(lse, heads),

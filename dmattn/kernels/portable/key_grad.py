@@ -55,9 +55,6 @@ def key_gradients(
         launch(
             _key_gradients_kernel,
             count_blocks(problem, blocks, tile.block_n, by_key=True) * kv_heads * parts.count,
-            q=strided(problem.query, heads),
-            k=strided(problem.key, heads),
-            v=strided(problem.value, heads),
             rules=rules_of(problem, lists, packed_blocks=blocks),
             incoming=incoming.strided(heads),
             wanted=tuple(strided(x, heads) for x in group),

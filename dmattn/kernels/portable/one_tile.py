@@ -56,9 +56,6 @@ def gradients(
     launch(
         _one_tile_gradients_kernel,
         slices * sharing.splits,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
         rules=rules_of(problem),
         incoming=tuple(strided(x, heads) for x in incoming),
         wanted=(*per_head, strided(summed, heads if summed is None else summed.shape[1]), strided(vectors_of(key_sums), heads)),

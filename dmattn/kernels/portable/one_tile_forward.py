@@ -29,9 +29,6 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     launch(
         _one_tile_forward_kernel,
         heads * sharing.splits,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
         rules=rules_of(problem),
         out=strided(out, heads),
         lse=strided(lse, heads),

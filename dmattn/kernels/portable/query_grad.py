@@ -50,12 +50,12 @@ def query_gradients(
     lists = key_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.ends_q is not None) and not holds_ds:
         d_bias.zero_()  # the blocks of keys that no list names, and what lies beyond the lengths of packed sequences
+    options = launch_options(problem, tile, incoming.d_out, d_q, d_bias)
+    if holds_ds:
+        options["v"] = None
     launch(
         _query_gradients_kernel,
         works * count,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=None if holds_ds else strided(problem.value, heads),
         rules=rules_of(problem, lists, packed_blocks=blocks),
         d_out=strided(incoming.d_out, heads),
         given=given,
@@ -64,7 +64,7 @@ def query_gradients(
         d_bias=strided(d_bias, heads),
         end_sums=None if end_sums is None else (strided(end_sums[0], heads), strided(end_sums[1], heads)),
         parts=None if count == 1 else count,
-        **launch_options(problem, tile, incoming.d_out, d_q, d_bias),
+        **options,
     )
     if count > 1:
         sum_parts(d_q, d_query)

@@ -40,9 +40,6 @@ def row_gradients(
     launch(
         _row_gradients_kernel,
         batch * heads,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
         rules=rules_of(problem),
         incoming=incoming.strided(heads),
         wanted=tuple(strided(x, heads) for x in (d_query, d_key, d_value, d_bias, vectors_of(key_sums))),

@@ -142,9 +142,6 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     launch(
         _split_kernel,
         packing.programs * splits,
-        q=strided(problem.query, heads),
-        k=strided(problem.key, heads),
-        v=strided(problem.value, heads),
         rules=rules_of(problem, key_lists(problem, packing.queries, tile.block_n) if listed else None),
         parts=strided(parts, heads),
         lse_parts=strided(lse_parts[..., None], heads),
