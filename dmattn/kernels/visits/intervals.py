@@ -29,7 +29,7 @@ SUMMARY = 512  # keys that a program sums up
 def interval_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False) -> Any:
     """For every block of queries the list of the blocks of keys to visit, or with `by_key` the other way round; see `lists`.
 
-    There are intervals. The window counts too.
+    There must be intervals; the window counts too.
     """
     given = [x for x in (problem.first, problem.last, problem.also_first, problem.also_last) if x is not None]
     batch, owner = common_entries(given, problem.query.shape[0])
