@@ -180,6 +180,7 @@ class DynamicMaskAttention(nn.Module):
         Raises:
             TypeError, ValueError: an argument of the wrong type, shape, dtype or device; a cache without `layer_idx`, in a layer that is not
                 causal, of bounded length (a static one, a sliding window), or that returns another number of keys than it held plus S.
+            RuntimeError: torch's, of tokens in another dtype than the layer's, which may hold quantised or wrapped projections.
         """
         if unknown:
             refuse_arguments(DynamicMaskAttention.forward, (), unknown)
@@ -236,9 +237,6 @@ class DynamicMaskAttention(nn.Module):
         _check_floats("hidden_states", hidden_states)
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
             raise ValueError(f"dmattn: hidden_states: expected shape (B, S, {self.hidden_size}), received {tuple(hidden_states.shape)}")
-        weights = self.q_proj.weight.dtype
-        if hidden_states.dtype != weights and not torch.is_autocast_enabled(hidden_states.device.type):
-            raise ValueError(f"dmattn: hidden_states: expected the layer's dtype {weights}, received {hidden_states.dtype}")
 
     def _rotation(self, position_embeddings: tuple[Tensor, Tensor], query: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin as (B or 1, 1, S, head_dim)."""
