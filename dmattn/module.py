@@ -140,7 +140,7 @@ class DynamicMaskAttention(nn.Module):
             raise TypeError(f"dmattn: layer_idx: expected an integer or None, received {kind(layer_idx)}")
         hidden_size, num_heads, num_kv_heads, head_dim = int(hidden_size), int(num_heads), int(num_kv_heads), int(head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, head_dim
-        self.keep, self.causal, self.scale, self.layer_idx = int(keep), causal, scale, layer_idx
+        self.keep, self.causal, self.scale, self.layer_idx = int(keep), causal, scale, None if layer_idx is None else int(layer_idx)
         on: dict[str, Any] = dict(device=device, dtype=dtype)
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=bias, **on)
@@ -220,9 +220,9 @@ class DynamicMaskAttention(nn.Module):
         if not self.causal:
             raise ValueError("dmattn: past_key_values: expected None in a layer that is not causal, received a cache")
         held = cache.get_seq_length(self.layer_idx)
-        if not isinstance(held, int) or _is_bounded(cache, self.layer_idx):
+        if not isinstance(held, Integral) or _is_bounded(cache, self.layer_idx):
             raise ValueError(f"dmattn: past_key_values: expected a cache that grows, received a {type(cache).__name__} of bounded length")
-        return held
+        return int(held)
 
     def _append(self, cache: Any, key: Tensor, value: Tensor, held: int) -> tuple[Tensor, Tensor]:
         """All keys and values, those that the cache held before the new ones."""

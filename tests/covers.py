@@ -88,7 +88,7 @@ def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
         owner = family if path[:1] == ["rules"] and family != ALONE else name
         if path and kind in SEVERAL_AXES:
             found |= {(name, "several axes"), (family, "several axes", kind)}
-        elif type(kind) is int and len(path) > 1 and path[-1] == WHOLE:
+        elif type(kind) is int and len(path) > 1 and path[-1] == WHOLE and path[:-1] != ["rules"]:
             found.add((family, "multiples", kind))
         elif path and kind not in ("constexpr", "i32", "i64"):
             kind = str(kind).partition("[")[0]

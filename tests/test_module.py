@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -378,3 +379,9 @@ def test_a_refused_mask_leaves_the_cache_as_it_was() -> None:
     with pytest.raises(ValueError, match=r"attention_mask: expected .* \(1, 6\) .* received .* \(1, 5\)"):
         layer(torch.randn(1, 1, 32), past_key_values=cache, attention_mask=torch.ones(1, 5).bool())
     assert cache.get_seq_length(0) == 5
+
+
+def test_sizes_may_be_numpys() -> None:
+    layer = DynamicMaskAttention(hidden_size=np.int64(16), num_heads=np.int64(2), keep=np.int64(3), layer_idx=np.int64(0))
+    assert all(type(size) is int for size in (layer.hidden_size, layer.num_heads, layer.head_dim, layer.keep, layer.layer_idx))
+    assert layer(torch.randn(1, 5, 16)).shape == (1, 5, 16)

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = bool, int, float, str, torch.dtype  # which a message quotes
 OURS = re.compile(r"dmattn: (\w+)((?:\.\w+)*): ")
 OWNER = re.compile(r"\b(query|key|value)'s\b")
-MENTIONED = re.compile(r"(?<=argument )\w+|\b\w+(?=\[|\.bool\()|(?<=\()\w+(?=\))")  # an argument in a hint, such as mask[:, None]
+MENTIONED = re.compile(r"(?<=argument )\w+|\b\w+(?=\[|\.bool\(|\.flatten\()|(?<=\()\w+(?=[,)])")  # in a hint, such as mask[:, None]
 HEADS_FIRST = "(..., H, S, D) layout? transpose(-3, -2)"  # in the place of tokens first
 TRANSPOSED = "; (B, H, S, D) layout? transpose(1, 2)"
 
@@ -47,11 +47,11 @@ def by_its_names(mistaken: str | None = None, /, **names: str) -> Callable[[F], 
                 return function(*arguments, **options)
             except (TypeError, ValueError) as error:
                 found = OURS.match(str(error))
-                if found is None or found[1] not in names:
+                if found is None:
                     raise
                 said = OWNER.sub(lambda owner: f"{names.get(owner[1], owner[1])}'s", str(error)[found.end() :])
                 said = MENTIONED.sub(lambda mentioned: names.get(mentioned[0], mentioned[0]), said)
-                raise type(error)(f"dmattn: {names[found[1]]}{found[2]}: {said}") from None
+                raise type(error)(f"dmattn: {names.get(found[1], found[1])}{found[2]}: {said}") from None
 
         return call  # type: ignore[return-value]
 

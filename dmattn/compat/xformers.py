@@ -69,10 +69,10 @@ def memory_efficient_attention(
     if len(layout) == 5:  # groups become a leading axis, where the length is
         query, key, value = (x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 5 else x for x in (query, key, value))
     names, axes = ("query", "key", "value"), LAYOUTS[4] if len(layout) < 5 else ("batch", "groups", "length", "heads", "head dim")
+    if isinstance(key, Tensor) and key.ndim == query.ndim and key.shape[-2] not in (1, query.shape[-2]):
+        hint = "; for fewer give groups an axis of their own, (batch, length, groups, heads, head dim)" if len(layout) == 4 else ""
+        raise ValueError(f"dmattn: key: expected query's {query.shape[-2]} heads, or 1, received shape {tuple(key.shape)}{hint}")
     q, k, v = heads_first(axes, names, query, key, value)
-    if k.shape[-3] not in (1, q.shape[-3]):
-        expected = f"query's {q.shape[-3]} heads, or 1: expand one to several"
-        raise ValueError(f"dmattn: key: expected {expected}, received shape {tuple(key.shape)}")
     causal, top_left = False, True
     if attn_bias is not None and not isinstance(attn_bias, Tensor):
         name = type(attn_bias).__name__

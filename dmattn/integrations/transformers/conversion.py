@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor, nn
@@ -76,6 +77,7 @@ def convert_to_dynamic_mask(model: nn.Module, *, keep: int, layers: Iterable[int
     if not isinstance(model, nn.Module):
         raise TypeError(f"dmattn: model: expected a torch.nn.Module, received {type(model).__name__}")
     _check_integer("keep", keep)
+    keep = int(keep)
     if keep < 1:
         raise ValueError(f"dmattn: keep: expected at least 1, received {keep}")
     if any(getattr(getattr(module, "config", None), "model_type", None) == "doge" for module in model.modules()):
@@ -235,5 +237,5 @@ def _convert(layer: Any) -> None:
 
 
 def _check_integer(name: str, number: Any) -> None:
-    if not isinstance(number, int) or isinstance(number, bool):
+    if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(f"dmattn: {name}: expected an integer, received {type(number).__name__}")

@@ -34,8 +34,9 @@ def listed_block(packed_blocks, number):
 
 @triton.jit
 def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
-    """:func:`place` of a block of queries, as :func:`place_keys`, of a program with that number of so many; under a causal mask and intervals
-    the last ones, which see the most keys under the former, begin first.
+    """:func:`place` of a block of queries, for the program of that number among so many, in the order of :func:`place_keys`.
+
+    Under a causal mask, and under intervals, the last blocks begin first. Under the former they see the most keys.
     """
     block, head, batch = _place(number, numbers, rules, length, heads, BLOCK)
     if rules.packed_blocks is None and (rules.right is not None or rules.first is not None):

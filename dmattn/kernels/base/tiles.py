@@ -207,7 +207,10 @@ def in_pieces(problem: Problem, tile: Tile) -> bool:
 
 
 def launch_options(problem: Problem, tile: Tile, *outputs: Tensor | None) -> dict[str, Any]:
-    """Keyword arguments that every attention kernel takes, from the problem's tensors, lengths and head dims and the tile."""
+    """Keyword arguments that every attention kernel takes, from the problem's tensors, lengths and head dims and the tile.
+
+    A kernel that needs no value replaces that one by None.
+    """
     query, key, value = problem.query, problem.key, problem.value
     (_, heads, len_q, head_dim), len_k, value_dim = query.shape, key.shape[2], value.shape[3]
     return dict(

@@ -79,6 +79,7 @@ from .walk import (
     told,
     visits_of,
     visits_of_drawn,
+    weighed_in_parts,
     work_of,
 )
 
@@ -108,7 +109,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     consumers, keys, stages, programs_each = sizes_of(problem, dim, dim_v, loaded)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(rules, spread_table(problem), heads)
-    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out, programs_each)
+    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, weighed_in_parts(problem, out), programs_each)
     parts, out_parts, lse_parts = lengths.parts, out, lse
     if parts is not None:
         out_parts, lse_parts = (torch.empty((parts, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))

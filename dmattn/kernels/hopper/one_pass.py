@@ -143,7 +143,19 @@ def _one_pass_kernel(
     REGISTERS: gl.constexpr = registers_of(CONSUMERS)
     LOADED: gl.constexpr = REGISTERS >= REGISTERS_WITH_ONES
     config: gl.constexpr = Config(
-        HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, CONSUMERS, STAGES, EVEN_N, False, KEY_STAGES, D_SCORES, KEYS_IN_REGISTERS=LOADED
+        HEAD_DIM,
+        VALUE_DIM,
+        DIM,
+        DIM_V,
+        CONSUMERS,
+        BLOCK_M,
+        CONSUMERS,
+        STAGES,
+        EVEN_N,
+        BY_GROUP=False,
+        KEY_STAGES=KEY_STAGES,
+        D_SCORES=D_SCORES,
+        KEYS_IN_REGISTERS=LOADED,
     )
     tiles = Tiles(
         k=allocate_tiles(k, KEY_STAGES * CONSUMERS, BLOCK_N, DIM),

@@ -23,7 +23,7 @@ from dmattn.kernels import dispatch
 from dmattn.kernels.base.device import device_family
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.hopper import forward, query_grad, walk
-from dmattn.kernels.hopper.walk import parts_of_keys
+from dmattn.kernels.hopper.walk import parts_of_keys, weighed_in_parts
 
 
 def parts(case: Case, works: int) -> int:
@@ -48,6 +48,13 @@ def test_keys_are_split_for_as_many_programs_as_there_are_processors() -> None:
 )
 def test_keys_are_not_split_where_there_are_lists_or_a_table_or_few_of_them(more: dict) -> None:
     assert parts(Case("more", 128, 65536, heads=2, head_dim=64, **more), 2) == 1
+
+
+@pytest.mark.parametrize(("more", "splits"), [({}, True), ({"bias": "bh1k"}, False), ({"bias": "1hqk"}, False)], ids=["plain", "keys", "pairs"])
+def test_keys_of_the_forward_pass_are_not_split_beside_a_bias(more: dict, splits: bool) -> None:
+    """Parts are weighed by their lse: far from 0 that is rounded, and keys that should weigh alike would not."""
+    (problem,) = flattened(meta(Case("more", 128, 65536, heads=2, head_dim=64, **more), torch.bfloat16))
+    assert (parts_of_keys(problem, 2, weighed_in_parts(problem, problem.query)) > 1) == splits
 
 
 @given(
@@ -98,7 +105,6 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
         (Case("plain", 130, 1000, heads=2, head_dim=128), 128),
         (Case("causal-sinks", 200, 777, heads=2, kv_heads=1, head_dim=64, causal=True, sinks="random", transposed=True), 64),
         (Case("window-key-bias", 100, 900, heads=2, head_dim=72, window=(700, 20), bias="bh1k"), 128),
-        (Case("dense-bias", 130, 520, heads=2, head_dim=128, bias="bhqk"), 64),
         (Case("empty-rows", 300, 150, heads=2, head_dim=192, value_dim=128, causal=True), 128),
     ],
     ids=lambda given: getattr(given, "name", given),
@@ -112,6 +118,9 @@ def test_parts_are_exact_and_repeat(case: Case, block: int, count: int, split: d
     wrong = [str(verdict) for verdict in check(case, torch.bfloat16, "cuda") if not verdict.passed]
     assert not wrong, wrong
     assert any(count in numbers for numbers in split.values())  # larger blocks are fewer, of more parts
+    if case.bias is not None:
+        assert set(split["forward"]) <= {1}, "parts are weighed by lse, which a bias may round"
+        del split["forward"]
     assert all(max(numbers) > 1 for numbers in split.values() if numbers)  # not every pass is one of Hopper's
     inputs = case.inputs(torch.bfloat16, "cuda")
     once, again = (results(attention, inputs, case.options) for _ in range(2))
