@@ -114,7 +114,7 @@ def dynamic_mask_attention(
         refuse_arguments(dynamic_mask_attention, (), unknown)
     check_flag("return_lse", return_lse)
     problem = checked(query, key, value, key_bias, keep, key_padding_mask, causal, scale, sinks)
-    len_q, len_k = query.shape[2], key.shape[2]
+    keep, len_q, len_k = int(keep), query.shape[2], key.shape[2]
     options: dict[str, Any] = dict(scale=key.shape[3] ** -0.5 if scale is None else scale, sinks=sinks, return_lse=return_lse)
     if keep >= len_k:
         mask = None if key_padding_mask is None else IntervalMask.padding(key_padding_mask, len_q)
@@ -208,7 +208,7 @@ def checked(
             raise ValueError(f"dmattn: {name}: expected 4 axes (batch, heads, length, head dim), received shape {tuple(tensor.shape)}")
     rules: dict[str, Any] = dict(mask=None, bias=None, causal=causal, window=None, scale=scale, softcap=None)
     problem = Problem.canonical(query, key, value, **rules, sinks=sinks)
-    keep = checked_keep(keep)
+    checked_keep(keep)
     batch, kv_heads, len_k = key.shape[:3]
     check_tensor("key_bias", key_bias)
     if tuple(key_bias.shape) != (batch, kv_heads, len_k):

@@ -93,7 +93,7 @@ def context_parallel_dynamic_mask_attention(
         out, lse = attend(problem.query, problem.key, problem.value, None, nothing, False, None, problem.scale, None, 0.0, sinks)
         return (out, lse) if return_lse else out
     scores, valid = _of_all_keys(ranks, order, key_bias.detach(), key_padding_mask)
-    listed, first, last = intervals_of(scores, valid, min(keep, len_k), len_q, causal)
+    listed, first, last = intervals_of(scores, valid, min(int(keep), len_k), len_q, causal)
     found = wanted(ranks, order, listed, first, last, len_q) if key_bias.numel() else None
     if found is None:
         band = Band.of(None, 0 if causal else None, len_q, len_k)
