@@ -270,8 +270,8 @@ def _bits(real, index):
 @triton.jit
 def _ones(bits):
     """How many bits of words of 32 are set."""
-    _, nibbles, _, _ = _ones_of_parts(bits)
-    return ((((nibbles + (nibbles >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24).to(tl.int32)
+    octets = _ones_of_parts(bits)[2]
+    return ((octets * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit
