@@ -195,10 +195,10 @@ class Call:
 
 
 def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
-    """Bytes of results over parts of the keys of each block of queries, in float32, which are merged. Those of out have their lse."""
+    """Bytes of results over parts of the keys of each block of queries, in float32, which are merged. Those of out have maxima and sums."""
     kernel, (batch, heads, len_q, _) = row.removesuffix(", pairs loaded"), problem.query.shape
     value_dim, works = problem.value.shape[3], batch * heads
-    of_out, of_query = (4 * batch * heads * len_q * width for width in (value_dim + 1, problem.query.shape[3]))
+    of_out, of_query = (4 * batch * heads * len_q * width for width in (value_dim + 2, problem.query.shape[3]))
     if kernel == "split keys":
         from .kernels.portable.split_keys import plan_of
 
@@ -218,12 +218,11 @@ def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
     from .kernels.hopper.backward_sizes import query_sizes
     from .kernels.hopper.copies import forward_dims
     from .kernels.hopper.forward_sizes import sizes_of
-    from .kernels.hopper.walk import parts_of_keys, weighed_in_parts
+    from .kernels.hopper.walk import parts_of_keys
 
     forward = kernel == "Hopper"
     consumers = (sizes_of(problem, *forward_dims(problem), loaded=row != kernel) if forward else query_sizes(problem)).consumers
-    result = weighed_in_parts(problem, out) if forward else d_query
-    parts = parts_of_keys(problem, works * -(-len_q // (64 * consumers)), result)
+    parts = parts_of_keys(problem, works * -(-len_q // (64 * consumers)), out if forward else d_query)
     return parts * (of_out if forward else of_query) if parts > 1 else 0
 
 

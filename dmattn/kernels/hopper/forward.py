@@ -26,7 +26,7 @@ from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
-from ..portable.split_keys import merge_splits
+from ..portable.split_keys import Parts, merge_splits
 from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
@@ -79,7 +79,6 @@ from .walk import (
     told,
     visits_of,
     visits_of_drawn,
-    weighed_in_parts,
     work_of,
 )
 
@@ -109,10 +108,10 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     consumers, keys, stages, programs_each = sizes_of(problem, dim, dim_v, loaded)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(rules, spread_table(problem), heads)
-    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, weighed_in_parts(problem, out), programs_each)
-    parts, out_parts, lse_parts = lengths.parts, out, lse
-    if parts is not None:
-        out_parts, lse_parts = (torch.empty((parts, *x.shape), dtype=torch.float32, device=out.device) for x in (out, lse))
+    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out, programs_each)
+    parts = None
+    if lengths.parts is not None:
+        parts = Parts.empty(lengths.parts, out)
         rules = rules._replace(sinks=None)  # which join the sum of all parts
     launch(
         _forward_kernel,
@@ -125,8 +124,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         bias_columns=bias_columns,
         rules=rules,
         lengths=lengths,
-        out=strided(out if parts is None else out_parts[0], heads),
-        lse=strided(lse if parts is None else lse_parts[0], heads),
+        out=strided(out if parts is None else parts.acc[0], heads),
+        lse=strided(lse if parts is None else parts.weights[0], heads),
         VALUE_DIM=value_dim,
         BLOCK_N=keys,
         STAGES=stages,
@@ -141,7 +140,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         maxnreg=launch_registers(consumers, programs_each),
     )
     if parts is not None:
-        merge_splits(problem, out_parts, lse_parts, problem.sinks, out, lse)
+        merge_splits(problem, parts, problem.sinks, out, lse)
 
 
 def scales_exactly(problem: Problem) -> bool:
@@ -309,8 +308,8 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
         else:
             mbarrier.arrive(barriers.q_free.index(which), count=1)
         out_of_part = results_of(out, number, lengths, config.QUERIES, config.VALUE_DIM)
-        lse_of_part = results_of(lse, number, lengths, config.QUERIES, 1)
-        _store(context, sums, out_of_part, lse_of_part, which, config)
+        lse_of_part = results_of(lse, number, lengths, config.QUERIES, 2)
+        _store(context, sums, out_of_part, lse_of_part, lengths.parts is not None, which, config)
         turn = leave_out(context, sums, end, walk.full_end, which, config).turn
         count += 1
         number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths, which)
@@ -330,8 +329,8 @@ def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
-def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
-    """Normalise and store out and lse of a consumer's queries."""
+def _store(context, sums, out, lse, IS_PART: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
+    """Normalise and store out and lse of a consumer's queries; of a part of their keys, the sums as they are (`split_keys.Parts`)."""
     row_sum = sums_of_lanes(sums.row_sum, config.PAIRS)  # [BLOCK_M]
     rules, seq = context.rules, context.seq
     acc = sums.acc
@@ -339,13 +338,18 @@ def _store(context, sums, out, lse, which: gl.constexpr, config: gl.constexpr):
         alpha, row_max2, row_sum = join_sink(sink2_of(rules.sinks, seq), sums.row_max * exponent_factor(rules), row_sum)
         acc = acc * by_row(alpha, acc)
     divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc / by_row(divisor, acc)
+    if not IS_PART:
+        acc = acc / by_row(divisor, acc)
     row = context.row + which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
     if rules.sinks is None:
         row_max2 = sums.row_max * exponent_factor(rules)
-    lse_rows = gl.where(row_sum == 0.0, float("-inf"), (row_max2 + gl.log2(divisor)) / LOG2E)
-    gl.store(slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row, lse_rows, mask=rows < seq.len_q)
+    pointers = slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row
+    if IS_PART:
+        gl.store(pointers, row_max2, mask=rows < seq.len_q)
+        gl.store(pointers + 1, row_sum, mask=rows < seq.len_q)
+    else:
+        gl.store(pointers, gl.where(row_sum == 0.0, float("-inf"), (row_max2 + gl.log2(divisor)) / LOG2E), mask=rows < seq.len_q)
     store_tile(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
 
 

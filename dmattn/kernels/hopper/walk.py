@@ -92,11 +92,6 @@ def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: An
     return Lengths(parts * works, heads, heads // kv_heads, len_q, len_k, drawn, parts), parts * works
 
 
-def weighed_in_parts(problem: Problem, out: Any) -> Any:
-    """The `out` of a problem whose keys may be split, None beside a bias: parts are weighed by their lse, which a bias far from 0 rounds."""
-    return out if problem.bias is None else None
-
-
 def parts_of_keys(problem: Problem, works: int, result: Any) -> int:
     """Into how many parts the keys of so many blocks of queries are split, for programs to keep all processors busy.
 

@@ -2,8 +2,8 @@
 
 A program takes the queries of all heads of a group together, so that their keys and values are read once, and a share of the keys, so that a
 single query keeps every processor busy. A group of more heads than a tile has rows is that of several programs, which take as many heads each.
-Each share of the keys gives an attention of its own; a second kernel merges them by their lse, always in the same order. (Splitting is the idea
-of Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html.)
+Each share of the keys has sums of its own; a second kernel merges them by their maxima, always in the same order. (Splitting is the idea of
+Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html. Its parts hand on lse, which scores far from 0 round.)
 """
 
 import math
@@ -17,10 +17,23 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, ends_of, load_rows, load_tile, sequence, store_rows, store_tile, strided, strided_by_head, under_head
+from ..base.layout import (
+    Sequence,
+    Span,
+    ends_of,
+    inside,
+    load_tile,
+    row_pointers,
+    sequence,
+    store_rows,
+    store_tile,
+    strided,
+    strided_by_head,
+    under_head,
+)
 from ..base.overlap import follow
 from ..base.rules import LOG2E, load_bias2, rules_of, scores
-from ..base.softmax import join_sink, sink2_of, softmax_finish, softmax_start, softmax_step
+from ..base.softmax import join_sink, rescaling, sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import FEW_ROWS, Tile, block_dim, launch_options, pick
 from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
@@ -67,6 +80,18 @@ class Packing(NamedTuple):
         rows = min(limits.block_m, max(FEW_ROWS, triton.next_power_of_2(triton.next_power_of_2(len_q) * heads)))
         queries = 1 << ((rows // heads).bit_length() - 1)  # a power of two, as lists of blocks are made for such blocks
         return cls(rows, heads, queries, triton.cdiv(len_q, queries) * tiles * groups)
+
+
+class Parts(NamedTuple):
+    """What parts of the keys hand on, contiguous float32 tensors with the parts on their first axis."""
+
+    acc: Tensor  # (parts, B, H, Sq, Dv), the sums of weighted values
+    weights: Tensor  # (parts, B, H, Sq, 2), the largest score, as an exponent of 2, and the sum of weights
+
+    @classmethod
+    def empty(cls, parts: int, out: Tensor) -> "Parts":
+        """Room for those of results like `out` (B, H, Sq, Dv)."""
+        return cls(*(torch.empty((parts, *out.shape[:3], dims), dtype=torch.float32, device=out.device) for dims in (out.shape[3], 2)))
 
 
 class Plan(NamedTuple):
@@ -128,13 +153,11 @@ def plan_of(problem: Problem) -> Plan:
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     """Fill `out` (B, H, Sq, Dv) and `lse` (B, H, Sq) of a problem of which `plan_of` makes a plan, with its `states` where there is a mask."""
-    batch, heads, len_q, value_dim = out.shape
+    heads, sinks = out.shape[1], problem.sinks
     tile, packing, splits = plan_of(problem)
-    parts, lse_parts, sinks = out, lse, problem.sinks
-    are_merged = splits > 1 or problem.ends_q is not None  # as parts are by batch entry, and results of packed sequences are not
-    if are_merged:
-        parts = torch.empty((splits * batch, heads, len_q, value_dim), dtype=torch.float32, device=out.device)
-        lse_parts = torch.empty((splits * batch, heads, len_q), dtype=torch.float32, device=out.device)
+    parts = None
+    if splits > 1 or problem.ends_q is not None:  # as parts are by batch entry, and results of packed sequences are not
+        parts = Parts.empty(splits, out)
         problem = problem._replace(sinks=None)  # which join their sum
     listed, mask_by_head = reads_lists(problem), _mask_by_head(problem)
     options = launch_options(problem, tile, out)
@@ -143,9 +166,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         _split_kernel,
         packing.programs * splits,
         rules=rules_of(problem, key_lists(problem, packing.queries, tile.block_n) if listed else None),
-        parts=strided(parts, heads),
-        lse_parts=strided(lse_parts[..., None], heads),
-        splits=splits,
+        out=strided(out if parts is None else parts.acc.flatten(0, 1), heads),
+        lse=strided(lse[..., None] if parts is None else parts.weights.flatten(0, 1), heads),
+        splits=None if parts is None else splits,
         GROUP=_group(problem),
         HEADS=packing.heads,
         QUERIES=packing.queries,
@@ -153,8 +176,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         BIAS_BY_HEAD=_by_head(problem.bias, problem),
         **options,
     )
-    if are_merged:
-        merge_splits(problem, parts.view(splits, *out.shape), lse_parts.view(splits, *lse.shape), sinks, out, lse)
+    if parts is not None:
+        merge_splits(problem, parts, sinks, out, lse)
 
 
 def reads_lists(problem: Problem) -> bool:
@@ -162,16 +185,16 @@ def reads_lists(problem: Problem) -> bool:
     return not _mask_by_head(problem) and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
 
 
-def merge_splits(problem: Problem, parts: Tensor, lse_parts: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` and `lse` from those of up to MOST_SPLITS splits, which stand on a first axis of the parts, contiguous float32 tensors."""
+def merge_splits(problem: Problem, parts: Parts, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
+    """Fill `out` and `lse` from up to MOST_SPLITS parts."""
     batch, heads, len_q, value_dim = out.shape
-    splits = parts.shape[0]
+    splits, rows = parts.acc.shape[0], heads * len_q
     dims = min(MERGED_DIMS, block_dim(value_dim))
     launch(
         _merge_splits_kernel,
         triton.cdiv(value_dim, dims) * len_q * heads * batch,
-        parts=strided(parts.view(splits, batch, heads * len_q, value_dim).permute(1, 2, 0, 3), heads * len_q),
-        lse_parts=strided(lse_parts.view(splits, batch, heads * len_q).permute(1, 2, 0), heads * len_q),
+        acc=strided(parts.acc.view(splits, batch, rows, value_dim).permute(1, 2, 0, 3), rows),
+        weights=strided(parts.weights.view(splits, batch, rows, 2).permute(1, 2, 0, 3), rows),
         sinks=strided_by_head(sinks),
         ends=ends_of(problem),
         out=strided(out, heads),
@@ -203,18 +226,22 @@ def _by_head(x: Tensor | None, problem: Problem) -> bool:
 
 @triton.jit(do_not_specialize=["splits"])
 def _split_kernel(
-    q, k, v, rules, parts, lse_parts, heads, len_q, len_k, splits,
+    q, k, v, rules, out, lse, heads, len_q, len_k, splits,
     GROUP: tl.constexpr, HEADS: tl.constexpr, QUERIES: tl.constexpr, MASK_BY_HEAD: tl.constexpr, BIAS_BY_HEAD: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of QUERIES queries of HEADS heads of one group over one split of the keys that they may attend.
 
-    Row r of the tile is query r // HEADS under head r % HEADS. `parts` and `lse_parts` have the splits before the batch entries on their
-    first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then splits, tiles of heads, groups, batch entries.
+    Row r of the tile is query r // HEADS under head r % HEADS. With `splits`, `out` and `lse` are `acc` and `weights` of :class:`Parts`, which
+    have the splits before the batch entries on their first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then
+    splits, tiles of heads, groups, batch entries.
     """
     follow()
     program = tl.program_id(0)
+    IS_PART: tl.constexpr = splits is not None
+    if not IS_PART:
+        splits = 1
     blocks = tl.cdiv(len_q, QUERIES)
     split = program // blocks % splits
     entry = program // blocks // splits
@@ -252,13 +279,16 @@ def _split_kernel(
         p, alpha, row_max, row_sum = softmax_step(s, row_max, row_sum)
         v_tile = load_tile(v, seq, cols, value_dims)  # [BLOCK_N, BLOCK_DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
-    sink2 = None
-    if rules.sinks is not None:
-        sink2 = sink2_of(rules.sinks, Sequence(batch, head, len_q, len_k))
-    acc, lse_rows = softmax_finish(acc, row_max, row_sum, sink2)
     part = Sequence(split * (tl.num_programs(0) // (blocks * splits * tiles)) + batch, by_row.head, len_q, len_k)
-    store_tile(parts, part, rows, value_dims, acc)
-    store_tile(lse_parts, part, rows, Span(0, tl.arange(0, 1), None), lse_rows[:, None])
+    if IS_PART:
+        store_tile(lse, part, rows, Span(0, tl.arange(0, 2), None), tl.join(row_max, row_sum))
+    else:
+        sink2 = None
+        if rules.sinks is not None:
+            sink2 = sink2_of(rules.sinks, Sequence(batch, head, len_q, len_k))
+        acc, lse_rows = softmax_finish(acc, row_max, row_sum, sink2)
+        store_tile(lse, part, rows, Span(0, tl.arange(0, 1), None), lse_rows[:, None])
+    store_tile(out, part, rows, value_dims, acc)
 
 
 @triton.jit
@@ -280,12 +310,12 @@ def _scores(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
-    parts, lse_parts, sinks, ends, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
+    acc, weights, sinks, ends, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
-    """One program: BLOCK_DV dims of out of one query of one (batch, head), and its lse, from those of its `splits` parts.
+    """One program: BLOCK_DV dims of out of one query of one (batch, head), and its lse, from its `splits` parts.
 
-    `parts` and `lse_parts` have heads and queries as one axis, then the splits. Grid of one axis: blocks of dims fastest, then queries,
-    heads, batch entries.
+    `acc` and `weights`, those of :class:`Parts`, have heads and queries as one axis, then the splits. Grid of one axis: blocks of dims fastest,
+    then queries, heads, batch entries.
     """
     follow()
     program = tl.program_id(0)
@@ -296,17 +326,16 @@ def _merge_splits_kernel(
     each = Span(0, tl.arange(0, BLOCK_SPLITS), splits)
     one = Span(row % len_q, tl.arange(0, 1), seq.len_q)
     dims = Span(program % blocks * BLOCK_DV, tl.arange(0, BLOCK_DV), value_dim)
-    lse2 = load_rows(lse_parts, of_parts, each, float("-inf")) * LOG2E  # [BLOCK_SPLITS]
-    largest = tl.max(lse2, 0)
-    pivot = tl.where(largest == float("-inf"), 0.0, largest)
-    weights = tl.exp2(lse2 - pivot)
-    total = tl.sum(weights, 0)
+    pointers = row_pointers(weights, of_parts, each)  # [BLOCK_SPLITS]
+    row_max = tl.load(pointers, mask=inside(each), other=float("-inf"))
+    largest = tl.max(row_max, 0)
+    factors = rescaling(row_max, largest, 1.0)
+    total = tl.sum(factors * tl.load(pointers + 1, mask=inside(each), other=0.0), 0)
     if sinks is not None:
         alpha, largest, total = join_sink(sink2_of(sinks, seq), largest, total)
-        weights *= alpha
+        factors *= alpha
     divisor = tl.where(total == 0.0, 1.0, total)
-    part_tile = load_tile(parts, of_parts, each, dims)  # [BLOCK_SPLITS, BLOCK_DV]
-    merged = tl.sum(weights[:, None] * part_tile, 0) / divisor
+    merged = tl.sum(factors[:, None] * load_tile(acc, of_parts, each, dims), 0) / divisor
     store_tile(out, seq, one, dims, merged[None, :])
     if program % blocks == 0:
         lse_row = tl.where(total == 0.0, float("-inf"), (largest + tl.log2(divisor)) / LOG2E)

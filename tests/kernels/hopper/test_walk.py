@@ -23,7 +23,7 @@ from dmattn.kernels import dispatch
 from dmattn.kernels.base.device import device_family
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.hopper import forward, query_grad, walk
-from dmattn.kernels.hopper.walk import parts_of_keys, weighed_in_parts
+from dmattn.kernels.hopper.walk import parts_of_keys
 
 
 def parts(case: Case, works: int) -> int:
@@ -48,13 +48,6 @@ def test_keys_are_split_for_as_many_programs_as_there_are_processors() -> None:
 )
 def test_keys_are_not_split_where_there_are_lists_or_a_table_or_few_of_them(more: dict) -> None:
     assert parts(Case("more", 128, 65536, heads=2, head_dim=64, **more), 2) == 1
-
-
-@pytest.mark.parametrize(("more", "splits"), [({}, True), ({"bias": "bh1k"}, False), ({"bias": "1hqk"}, False)], ids=["plain", "keys", "pairs"])
-def test_keys_of_the_forward_pass_are_not_split_beside_a_bias(more: dict, splits: bool) -> None:
-    """Parts are weighed by their lse: far from 0 that is rounded, and keys that should weigh alike would not."""
-    (problem,) = flattened(meta(Case("more", 128, 65536, heads=2, head_dim=64, **more), torch.bfloat16))
-    assert (parts_of_keys(problem, 2, weighed_in_parts(problem, problem.query)) > 1) == splits
 
 
 @given(

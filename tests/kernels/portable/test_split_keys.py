@@ -69,7 +69,7 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of splits of the problems that the kernel got. Parts that nobody writes are NaN."""
     splits: list[int] = []
     forward = split_keys.forward
-    unwritten = SimpleNamespace(float32=torch.float32, empty=lambda *shape, **of: torch.full(*shape, float("nan"), **of))
+    unwritten = SimpleNamespace(float32=torch.float32, empty=lambda shape, **of: torch.full(shape, float("nan"), **of))
     monkeypatch.setattr(split_keys, "torch", unwritten)
     monkeypatch.setattr(
         split_keys, "forward", lambda problem, *results: (splits.append(split_keys.plan_of(problem).splits), forward(problem, *results))
@@ -140,6 +140,19 @@ def test_as_many_splits_as_are_merged_at_once_and_one_more(
     monkeypatch.setattr(split_keys, "processors", lambda device: splits * programs // split_keys.PROGRAMS_PER_PROCESSOR)
     assert_within_budget(case, dtype, device)
     assert reached == [splits]
+
+
+@pytest.mark.usefixtures("short_splits", "unwritten_shows")
+@pytest.mark.parametrize(("device", "dtype"), RUNS)
+@pytest.mark.parametrize("offset", [-1e4, 1e9, -1e30, -1e38])
+def test_keys_far_from_zero_weigh_alike(offset: float, device: str, dtype: torch.dtype, reached: list[int]) -> None:
+    """In whichever split they are: a split's lse would be rounded by more than keys differ."""
+    value = torch.randn(1, 2, 98, 16, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    query, key = torch.zeros(1, 4, 3, 16, device=device, dtype=dtype), torch.zeros_like(value)
+    out, lse = attention(query, key, value, bias=torch.full((1, 1, 1, 98), offset, device=device), return_lse=True)
+    assert reached == [3]
+    torch.testing.assert_close(out, value.repeat_interleave(2, 1).mean(2, keepdim=True).expand(out.shape), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse, torch.full_like(lse, offset), rtol=1e-6, atol=8.0)
 
 
 @pytest.mark.usefixtures("short_splits", "unwritten_shows")
