@@ -341,7 +341,7 @@ def shared_barriers(code: str) -> int:
     """How many barriers of PTX are made where another is, or where a number is stored at an address that is a constant."""
     offsets = dict.fromkeys(["global_smem", *re.findall(r"mov\.b32\s+(%\w+), global_smem;", code)], 0)
     for name, base, offset in re.findall(r"add\.s32\s+(%\w+), (%\w+), (\d+);", code):
-        if base in offsets:
+        if base in offsets and name not in offsets:  # else it is one that a loop moves on
             offsets[name] = offsets[base] + int(offset)
     made = [offsets[name] for name in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%\w+)\]", code)]
     stored: set[int] = set()

@@ -113,7 +113,7 @@ def _resident_forward_kernel(
         bias=allocate_bias(rules, CONSUMERS, TILES * (KEYS // CHUNK), BLOCK_M, CHUNK, WIDE=False),
     )
     barriers = Barriers(
-        bias_full=allocate_barriers(CONSUMERS, 1),
+        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),  # the memory of one that nobody uses is not free
         q_full=allocate_barriers(1, 1),
         kv_full=allocate_barriers(STAGES, 1),
         kv_free=allocate_barriers(STAGES, CONSUMERS),
@@ -170,7 +170,7 @@ def _consume(tiles, barriers, bias, rules, part, out, lse, which: gl.constexpr, 
     OUT: gl.constexpr = product_layout(DIM)
     row = part.start + which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
-    bias_full = barriers.bias_full.index(which)
+    bias_full = None if bias is None else barriers.bias_full.index(which)
     seq = sequence_of(part, 0)
     kept = keep_bias(tiles.bias[which], bias, bias_full, 0, rules, seq, row, 0, COLS=KEYS, PAIRS=OF_BIAS, KEYS_DOWN=False, WIDE=False)
     factor = rules.scale * LOG2E

@@ -158,7 +158,7 @@ def _resident_key_gradients_kernel(
         bias=allocate_bias(rules, CONSUMERS, TILES * (BLOCK_M // CHUNK), CHUNK, BLOCK_N, WIDE=False),
     )
     barriers = Barriers(
-        bias_full=allocate_barriers(CONSUMERS, 1),
+        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),  # the memory of one that nobody uses is not free
         kv_full=allocate_barriers(1, 1),
         q_full=allocate_barriers(STAGES, 1),
         q_free=allocate_barriers(STAGES, CONSUMERS),
@@ -214,7 +214,7 @@ def _consume(tiles, barriers, bias, rules, part, d_k, d_v, which: gl.constexpr, 
     gl.static_assert(CHUNKS == 2)
     col = part.start + which * BLOCK_N
     seq = sequence_of(part, 0)
-    bias_full = barriers.bias_full.index(which)
+    bias_full = None if bias is None else barriers.bias_full.index(which)
     kept = keep_bias(tiles.bias[which], bias, bias_full, 0, rules, seq, 0, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=True, WIDE=False)
     factor = rules.scale * LOG2E
     phase = 0

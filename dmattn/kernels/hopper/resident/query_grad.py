@@ -173,7 +173,7 @@ def _resident_query_gradients_kernel(
         d_q=None if d_q is None else gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, config.DIM], d_q.layout),
     )
     barriers = Barriers(
-        bias_full=allocate_barriers(CONSUMERS, 1),
+        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),  # the memory of one that nobody uses is not free
         full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, CONSUMERS),
         sums_full=allocate_barriers(STAGES, CONSUMERS - 1),
@@ -236,7 +236,7 @@ def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.co
         first, last = members_in_piece(block, begin, end, line.members)
         slice_seq = member_of(None, seq, 0, line.sharing_heads, line.spread)
         col = which * KEYS
-        bias_full = barriers.bias_full.index(which)
+        bias_full = None if bias is None else barriers.bias_full.index(which)
         kept = keep_bias(
             tiles.bias[which], bias, bias_full, parity, rules, slice_seq, row, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=False, WIDE=True
         )
