@@ -49,7 +49,7 @@ SPILLED_IN = {
     "loaded-mask-dense-bias-fp32-d128": 1536,
     "loaded-rows-shared-bias-d32": 1024,
     "loaded-shared-bias-d128": 1280,
-    "loaded-shared-bias-fp32-softcap-window-d256": 1024,
+    "loaded-shared-bias-fp32-softcap-window-d256": 1280,
     "mask-shared-bias-d192": 768,
     "mask-softcap-d128": 1280,
     "packed-mask-key-bias-d256": 1536,
