@@ -103,7 +103,8 @@ def test_kernels_compile_without_excess(target):
         assert row["shared"] <= SHARED_MEMORY[target], row
         assert row["spilled"] <= (SPILLED_ON.get((target, row["case"])) or SPILLED_IN.get(row["case"], MOST_SPILLED)), row
         assert row["atomics"] == row["uneven"] == row["early"] == 0, row
-        assert row["shared_barriers"] == 0, row
+        if row["module"] in modules:  # in others barriers are Triton's own, as on Blackwell, who ends them before their memory has another use
+            assert row["shared_barriers"] == 0, row
     # Beside a bias, sums and a dBias may be stored by single numbers. Else that is a tile of which the compiler lost that columns are
     # neighbours; dK and dV in parts are float32.
     plain = [row for row in rows if row["module"] in modules and not re.search("bias|mask|sinks|distances|dynamic", row["case"])]
