@@ -117,7 +117,7 @@ class Call:
         problem = self.problem
         if not choices:
             return 0, {}
-        from .kernels.base.leading import flattened, flattened_gradients
+        from .kernels.base.leading import by_entry, flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
         from .kernels.run import looks_for_blocks, scans_itself
 
@@ -131,6 +131,11 @@ class Call:
             "the table in float32": problem.zero is not None and is_hopper,
         }
         total = sum(_of_parts(problem, out, d_query, choice.row.name) for choice in choices)
+        if copies := dict(choices[0].traits.copies):
+            from .kernels.hopper.aligned import empty_aligned
+
+            copy = empty_aligned(by_entry(problem.bias))
+            total += len(copies) * copy.shape[0] * copy.stride(0) * copy.element_size()
         if name == "forward":
             return total + _size(self.states), besides
         d_bias = flattened_gradients(self.gradients, self.problem).bias

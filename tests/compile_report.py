@@ -143,9 +143,10 @@ LAUNCHES = (
     (Case("odd-lengths-d20", 1023, 777, heads=4, head_dim=20, value_dim=40, mask="b11k", bias="bhqk", bias_dtype=FP32), FP16),
     (Case("loaded-dense-bias-d32", 100, batch=512, heads=16, head_dim=32, bias="bhqk"), FP16),
     (Case("loaded-rows-shared-bias-d32", 317, batch=317, heads=4, head_dim=32, bias="1hqk"), BF16),
-    (Case("loaded-long-rows-shared-bias-mask-d32", 769, batch=256, heads=4, head_dim=32, mask="b11k", bias="1hqk"), BF16),
-    (Case("loaded-shared-bias-d64", 1001, batch=4, heads=16, head_dim=64, bias="1hqk"), BF16),
-    (Case("loaded-shared-bias-d128", 1001, batch=4, heads=16, head_dim=128, bias="1hqk"), BF16),
+    (Case("copied-long-rows-shared-bias-mask-d32", 769, batch=256, heads=4, head_dim=32, mask="b11k", bias="1hqk"), BF16),
+    (Case("copied-shared-bias-d64", 1001, batch=4, heads=16, head_dim=64, bias="1hqk"), BF16),
+    (Case("loaded-shared-bias-d64", 301, batch=4, heads=2, head_dim=64, bias="1hqk"), BF16),
+    (Case("loaded-shared-bias-d128", 301, batch=4, heads=2, head_dim=128, bias="1hqk"), BF16),
     (Case("loaded-mask-dense-bias-fp32-d128", 1001, heads=16, head_dim=128, mask="11qk", bias="bhqk", bias_dtype=FP32), BF16),
     (
         Case(

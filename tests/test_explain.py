@@ -66,15 +66,29 @@ def test_the_time_of_a_mask_that_hides_nothing_is_no_bound() -> None:
 
 
 def test_t5_at_1001_keys_is_told_to_pad_its_bias() -> None:
-    """The question that a reader of the tree asks: which kernels, and why not the faster ones."""
+    """The question that a reader of the tree asks: which kernels, and why not the faster ones. In float32 no copy helps."""
     forward, backward = t5(1001, empty(1, 16, 1001, 1001)).passes
+    assert forward.rows == ("Hopper",)
+    assert forward.copies == (f"rows of bias: {PAD}",)
+    assert forward.memory == 16 * 1001 * 1008 * 2
+    assert f"by an aligned copy: rows of bias: {PAD}" in str(forward)
+    assert backward.rows == ("query terms", "Hopper: d_query, d_bias", "Hopper: d_key, d_value")
+    assert backward.copies == (f"rows of bias: {PAD}", f"rows of d_bias: {PAD}")
+    assert t5(1001, empty(1, 16, 1001, 1008)[..., :1001]).passes[1].copies == ()
+
+
+def test_small_t5_at_101_keys_loads_its_bias() -> None:
+    """A copy would take longer than it saves, so the reasons are those of refusals."""
+    forward, backward = t5(101, empty(1, 16, 101, 101)).passes
+    pad = PAD.replace("1001", "101")
+    assert forward.copies == backward.copies == ()
     assert forward.rows == ("Hopper, pairs loaded",)
-    assert reasons(forward)["Hopper"] == f"rows of bias: {PAD}"
+    assert reasons(forward)["Hopper"] == f"rows of bias: {pad}"
     assert backward.rows == ("Hopper: d_query, pairs loaded", "Hopper: d_key, d_value, pairs loaded", "Hopper: d_bias, pairs loaded")
     refused = reasons(backward)
     for row in ("Hopper: d_query, d_bias", "Hopper: d_key, d_value", "Hopper: d_query", "Hopper: d_bias"):
-        assert refused[row] == f"rows of bias: {PAD}"
-    assert refused["one tile"] == ONE_TILE
+        assert refused[row].partition("; ")[0] == f"rows of bias: {pad}"
+    assert refused["one tile"] == ONE_TILE.replace("1001", "101")
 
 
 def test_t5_with_the_bias_that_it_was_told_to_make_has_the_faster_kernels() -> None:
@@ -85,14 +99,14 @@ def test_t5_with_the_bias_that_it_was_told_to_make_has_the_faster_kernels() -> N
 
 
 def test_a_refusal_names_all_that_is_in_the_way() -> None:
-    """Whoever does all of it has the faster kernels, and is not refused for another reason."""
+    """Whoever does all of it has the faster kernels, and is not refused for another reason. A copy that is made has the same reasons."""
     wanted = ("query terms", "Hopper: d_query, d_bias", "Hopper: d_key, d_value")
     cut = empty(1, 16, 1001, 1001, dtype=FP32)
     transposed = t5(1001, cut.mT)
     copied = "key axis of bias: stride 1001 is not 1: copy it, with the key axis padded to a multiple of 8, and pass a slice"
     halved = "bias: float32 elements have more than 16 bits: convert to 16 bits, then pad"
     assert reasons(transposed.passes[0])["Hopper"] == f"{halved}; {copied}"
-    assert reasons(t5(1001, cut.bfloat16().mT).passes[0])["Hopper"] == copied
+    assert t5(1001, cut.bfloat16().mT).passes[0].copies == (copied,)
     assert reasons(t5(1001, empty(1, 16, 1001, 1008, dtype=FP32)[..., :1001]).passes[0])["Hopper"] == halved
     refused = reasons(explain(*same(4, 16, 1001, 128), bias=cut, dropout_p=0.1, scale=-1.0, target="sm_90").passes[1])["Hopper: d_bias"]
     assert refused == f"does not serve dropout; serves a scale from 2**-64 to 2**64, not -1.0; {halved}; rows of bias: {PAD}"
@@ -388,6 +402,7 @@ BESIDES: tuple[tuple[Case, tuple[str, ...], tuple[str, ...]], ...] = (
     (Case("bias-of-keys", 512, head_dim=64, bias="bh1k"), (COLUMNS,), (COLUMNS,)),
     (Case("table", 512, head_dim=64, bias="1hr", distances=65, zero=32), ("the table in float32",), ("the table in float32", PARTS)),
     (Case("shared-bias", 512, batch=8, head_dim=64, bias="1hqk"), (), ()),
+    (Case("copied-bias", 501, batch=8, head_dim=64, bias="1hqk"), (), ()),
     (Case("shared-bias-on-chip", 384, batch=256, heads=4, head_dim=32, bias="1hqk"), (), (PARTS,)),
     (Case("sinks", 512, head_dim=64, sinks="random"), (), ("parts of d_sinks",)),
     (Case("decoding", 1, 8192, batch=1, head_dim=64), (), ()),

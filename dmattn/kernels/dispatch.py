@@ -109,15 +109,35 @@ class Choice(NamedTuple):
 
 
 def choose_forward(traits: Traits) -> Choice:
-    """The row that serves a forward pass."""
+    """The row that serves a forward pass: of an aligned copy of the bias, which its traits tell, if that pays and lets another row serve."""
+    choice = _forward_row(traits)
+    of_copy = _forward_row(traits.with_copies("bias")) if hopper_plans.copies_pay(traits) else choice
+    return choice if of_copy.row == choice.row else of_copy
+
+
+def choose_backward(traits: Traits) -> tuple[Choice, ...]:
+    """The rows that together make all that a backward pass wants, in the order in which they are to run. They get an aligned copy of the bias
+    likewise, and an aligned dBias, which is copied in the end, if that lets other rows serve again.
+    """
+    choices = _backward_rows(traits)
+    if hopper_plans.copies_pay(traits):
+        for copies in (("bias",), ("bias", "d_bias")):
+            of_copies = _backward_rows(traits.with_copies(*copies))
+            if [choice.row for choice in of_copies] != [choice.row for choice in choices]:
+                choices = of_copies
+    return choices
+
+
+def _forward_row(traits: Traits) -> Choice:
+    """The first row that serves a forward pass."""
     for place, row in enumerate(FORWARD):
         if row.serves(traits):
             return Choice(row, row.makes, FORWARD[:place], traits)
     raise NotImplementedError(_nobody(traits, FORWARD))
 
 
-def choose_backward(traits: Traits) -> tuple[Choice, ...]:
-    """The rows that together make all that a backward pass wants, in the order in which they are to run."""
+def _backward_rows(traits: Traits) -> tuple[Choice, ...]:
+    """The rows that make all that a backward pass wants, of its tensors as the traits have them."""
     chosen: list[Choice] = []
     refusing: list[Row] = []
     missing, made = traits.wanted, frozenset[str]()

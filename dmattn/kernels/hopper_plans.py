@@ -11,13 +11,14 @@ from .base.rules import MOST_SOFTCAP
 from .base.tiles import block_dim
 from .features import INTERVALS, MASKS, PAIR_BIAS, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
+from .hopper.addressing import UNIT
 from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
 from .narrow_heads import are_narrowest, narrowest
 from .reasons import dims_of, grouped, joined, stores_d_scores, word
-from .traits import D_BIAS_OF_PAIRS, D_QUERY, Traits
+from .traits import D_BIAS_OF_PAIRS, D_QUERY, LEADING_IN_RUNS, Traits
 
 _RESULTS = frozenset({"out", "d_out", "d_query"})
 _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
@@ -31,6 +32,11 @@ FEW_QUERIES = 64  # of which Hopper's kernels make one block: up to so many the 
 FEW_QUERIES_WIDE = 32  # of head dims over 128, though a second consumer is idle to 64
 DIMS = (16, 32, 64, 128, 256)  # of heads, padded to powers of two, that Hopper's general kernels serve
 
+# NVIDIA H200, 2026-11-29: docs/history.md, "Copies of unaligned biases".
+FORWARD_READS, BACKWARD_READS = 2, 1  # of each number of a shared bias, at least
+PAIRS_OF_A_COPY = 1 << 20  # of all (batch, head), at least
+ROOM_OF_A_COPY = 1 << 28  # bytes, or as many as queries, keys and values have
+
 
 def _are_narrow(traits: Traits) -> bool:
     """Head dims of 64, or of 64 and 32: the portable kernels lose by dims that they pad, which the copy engine fills up for
@@ -43,6 +49,21 @@ def _are_narrow(traits: Traits) -> bool:
 def are_wide(traits: Traits) -> bool:
     """Whether head dims are over 128, for which Hopper has kernels of their own."""
     return max(traits.head_dim, traits.value_dim) > 128
+
+
+def copies_pay(traits: Traits) -> bool:
+    """Whether a pass is faster by a copy of the bias of pairs in rows that the copy engine can address, the time of the copy included."""
+    bias, len_q, len_k = traits.bias, traits.len_q, traits.len_k
+    if bias is None or bias.dtype.itemsize != 2 or "bias" not in dict(traits.uncopyable) or LEADING_IN_RUNS in traits.features:
+        return False
+    is_causal = traits.left is None and traits.right == 0
+    seen = len_k - min(len_q, len_k) // 2 if is_causal else _window(traits)  # keys of a query in the middle
+    pairs, reads = traits.batch * traits.heads * len_q * seen, traits.members * seen / max(len_k, 1)
+    size = bias.batch * bias.heads * len_q * triton.cdiv(len_k, UNIT) * UNIT
+    tokens = traits.heads * len_q * traits.head_dim + traits.kv_heads * len_k * (traits.head_dim + traits.value_dim)
+    room = max(ROOM_OF_A_COPY, 2 * traits.batch * tokens)
+    pays = reads >= (BACKWARD_READS if traits.wanted else FORWARD_READS) and pairs >= PAIRS_OF_A_COPY
+    return traits.members > 1 and pays and 2 * size <= room
 
 
 def _window(traits: Traits) -> int:

@@ -25,6 +25,7 @@ from .hopper import key_grad_intervals as hopper_key_grad_intervals
 from .hopper import one_pass as hopper_one_pass
 from .hopper import query_grad as hopper_query_grad
 from .hopper import shared_query_grad as hopper_shared_query_grad
+from .hopper.aligned import aligned_copy, copy_pairs, empty_aligned
 from .hopper.distances import spread_table
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.resident import key_grad as hopper_resident_key_grad
@@ -77,6 +78,8 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         _scan(given)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
+    if "bias" in dict(choice.traits.copies):
+        problem = problem._replace(bias=aligned_copy(problem.bias))
     kernels.forward(problem, out, lse)
 
 
@@ -183,7 +186,11 @@ def backward(
     if order is not None:
         problem = reordered(problem)
     results = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
-    results |= dict.fromkeys(traits.wanted & D_BIASES, d_bias)
+    copies = dict(choices[0].traits.copies) if choices else {}
+    if "bias" in copies:
+        problem = problem._replace(bias=aligned_copy(problem.bias))
+    made_bias = empty_aligned(d_bias) if "d_bias" in copies else d_bias
+    results |= dict.fromkeys(traits.wanted & D_BIASES, made_bias)
     if D_BIAS_OF_KEYS in results:
         results[D_BIAS_OF_KEYS] = empty_key_sums(d_bias, problem)
     if any(END_SUMS in choice.makes for choice in choices):
@@ -202,6 +209,8 @@ def backward(
     results |= {QUERY_TERMS: incoming.terms, DELTA: incoming.delta, TERM_COLUMNS: incoming.term_columns}
     for choice in choices:
         BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
+    if made_bias is not d_bias:
+        copy_pairs(made_bias, d_bias)
     key_sums = results.get(D_BIAS_OF_KEYS)
     if key_sums is not None and key_sums is not d_bias:
         sum_of_key_sums(key_sums, given.gradients.bias, given.entries)

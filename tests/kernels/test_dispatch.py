@@ -16,11 +16,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from dmattn.equivalence import Case
 from dmattn.execution import backend
+from dmattn.execution.passes import learned_of
 from dmattn.problem import Gradients, Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
+from compile_report import meta
 from drawn_problems import Drawn
 from recorded_choices import RECORD, TARGETS, WITH_COLUMNS, drawn_problems, named_problems, record, with_gradients
 from triton.runtime.jit import JITFunction
@@ -551,6 +554,36 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
     why = f"rows of bias: stride 251 is no multiple of 8: {PAD} 8 and pass a slice"
     assert dispatch.Refusal("Hopper", why) in chosen.refusals
     assert dispatch.Refusal("Hopper: d_key, d_value, d_bias", why) in keys.refusals
+
+
+@not_interpreted
+@pytest.mark.parametrize("target", ["sm_90"])
+@pytest.mark.parametrize(
+    ("case", "forward", "backward"),
+    [
+        (Case("two-members-gain-by-dbias", 1001, batch=2, heads=16, head_dim=64, bias="1hqk", causal=True), (), ("bias", "d_bias")),
+        (Case("two-members", 1001, batch=2, heads=16, head_dim=64, bias="1hqk"), ("bias",), ("bias", "d_bias")),
+        (Case("dbias-by-pointers", 729, batch=16, heads=16, head_dim=80, bias="1hqk"), ("bias",), ("bias",)),
+        (Case("heads-share", 501, batch=2, heads=8, head_dim=64, bias="b1qk"), ("bias",), ("bias",)),
+        (Case("leading-axes", 385, leading="bn", rows=64, heads=4, head_dim=32, bias="b1hqk"), ("bias",), ("bias",)),
+        (Case("few-pairs", 129, batch=8, heads=4, head_dim=64, bias="1hqk"), (), ()),
+        (Case("narrow-window", 2001, batch=8, heads=8, head_dim=64, bias="1hqk", window=(64, 64)), (), ()),
+        (Case("no-room", 5001, batch=2, heads=8, head_dim=64, bias="1hqk"), (), ()),
+        (Case("nobody-shares", 501, batch=8, heads=8, head_dim=64, bias="bhqk"), (), ()),
+        (Case("float32", 501, batch=8, heads=8, head_dim=64, bias="1hqk", bias_dtype=torch.float32), (), ()),
+        (Case("aligned", 504, batch=8, heads=8, head_dim=64, bias="1hqk"), (), ()),
+    ],
+    ids=lambda given: given.name if isinstance(given, Case) else "+".join(given),
+)
+def test_a_bias_that_many_read_is_copied_to_where_the_copy_engine_reads(
+    launches: list, case: Case, forward: tuple[str, ...], backward: tuple[str, ...]
+) -> None:
+    problem = meta(case, BF16)
+    out, _lse, _states = backend.allocate_forward(problem)
+    gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
+    assert tuple(dict(dispatch.choose_forward(Traits.of(problem, out)).traits.copies)) == forward
+    for choice in dispatch.choose_backward(Traits.of(problem, out, out, gradients)):
+        assert tuple(dict(choice.traits.copies)) == backward
 
 
 @not_interpreted

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+UNIT = 8  # 16-bit numbers in 16 bytes
+
 _AXES = {"bias": ("batch", "head", "query", "key"), "mask": ("batch", "head", "query", "key")}
 _AXES["d_bias"] = _AXES["bias"]
 _SIZED_BY = {"out": "value", "d_out": "value", "d_query": "query and key"}  # results, dense whatever padding their inputs have
