@@ -200,7 +200,9 @@ class Call:
 
 
 def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
-    """Bytes of results over parts of the keys of each block of queries, in float32, which are merged. Those of out have maxima and sums."""
+    """Bytes of results over parts of the keys of each block of queries, in float32, which are merged. Those of out come with a maximum and
+    a sum for each row.
+    """
     kernel, (batch, heads, len_q, _) = row.removesuffix(", pairs loaded"), problem.query.shape
     value_dim, works = problem.value.shape[3], batch * heads
     of_out, of_query = (4 * batch * heads * len_q * width for width in (value_dim + 2, problem.query.shape[3]))

@@ -228,7 +228,7 @@ def checked(
 
 
 def checked_keep(keep: int) -> int:
-    """A number of keys as an int, which it may be of numpy's."""
+    """`keep` as an int; it may be one of numpy's."""
     if not isinstance(keep, Integral) or isinstance(keep, bool):
         raise TypeError(f"dmattn: keep: expected an integer, received {kind(keep)}")
     if keep < 1:

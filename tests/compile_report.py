@@ -307,15 +307,15 @@ class Compiler:
 
 
 def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
-    """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums, early starts, barriers in memory that has another
-    use, and stores of two and of four bytes to global memory.
+    """Registers, spilled bytes (stores), shared memory, atomics on global memory, uneven sums, early starts, barriers in memory where a number is
+    stored, too (`shared_barriers`), and stores of two and of four bytes to global memory.
 
     Atomics on shared memory are how tl.histogram counts, relaxed sums of integers how programs draw numbers, and relaxed maxima of integers how
     they find the largest factor: none is a sum of rounded numbers, which would depend on the order. An uneven sum adds another lane's rounded product to the unrounded product of its own: the lanes
     then hold different sums of the same numbers. A kernel that is launched before another ends has to wait for it before it touches global
-    memory, or starts early. The memory of a barrier that nobody uses has another one, or what partitions of warps are told as they begin. Both
-    may be overwritten, as a barrier is made by another unit of the processor than stores: on an H200 that ran several processes at once, a
-    consumer read a barrier for the number of its tiles, and waited for ever.
+    memory, or starts early. A barrier that no instruction uses has the memory of another one, or of what partitions of warps are told as they
+    begin, which PTX forbids before `mbarrier.inval`: on an H200 that ran several processes at once, a consumer read a barrier for the number of
+    its last member, and waited for ever.
     """
     if target.backend == "hip":
         code = compiled.asm["amdgcn"]
@@ -339,18 +339,20 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
 
 
 def shared_barriers(code: str) -> int:
-    """How many barriers of PTX are made where another is, or where a number is stored at an address that is a constant."""
+    """How many barriers of PTX are made where another is, where a number is stored at a constant address, or at one that is not known here."""
+    at = r"\[\s*(%?\w+)\s*(?:\+\s*(\d+)\s*)?\]"
     offsets = dict.fromkeys(["global_smem", *re.findall(r"mov\.b32\s+(%\w+), global_smem;", code)], 0)
     for name, base, offset in re.findall(r"add\.s32\s+(%\w+), (%\w+), (\d+);", code):
         if base in offsets and name not in offsets:  # else it is one that a loop moves on
             offsets[name] = offsets[base] + int(offset)
-    made = [offsets[name] for name in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%\w+)\]", code)]
+    found = re.findall(r"mbarrier\.init\.shared::cta\.b64\s+" + at, code)
+    made = {offsets[base] + int(more or 0) for base, more in found if base in offsets}
     stored: set[int] = set()
-    for count, bits, base, offset in re.findall(r"st\.shared(?:\.v(\d))?\.[bu](\d+)\s+\[(\w+|%\w+)(?:\+(\d+))?\]", code):
+    for count, bits, base, offset in re.findall(r"st\.shared(?:\.v(\d))?\.[bfsu](\d+)\s+" + at, code):
         if base in offsets:
             first = offsets[base] + int(offset or 0)
             stored |= {place // 8 for place in range(first, first + int(count or 1) * int(bits) // 8)}
-    return len(made) - len(set(made)) + sum(place // 8 in stored for place in set(made))
+    return code.count("mbarrier.init") - len(made) + sum(place // 8 in stored for place in made)
 
 
 def meta(case: Case, dtype: torch.dtype) -> Problem:

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from compile_report import shared_barriers
 
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.hopper import copies as hopper
@@ -70,6 +71,25 @@ SPILLED_IN = {
 SPILLED_ON = {("sm_80", "fp32-d256"): 768, ("sm_90", "fp32-d256"): 2816}
 
 
+@pytest.mark.parametrize(
+    ("store", "shared"),
+    [
+        ("", 0),
+        ("st.shared.b32 [%r2+16], %r9;", 0),
+        ("st.shared.b32 [%r2+8], %r9;", 1),
+        ("st.shared.b32 [ %r2 + 12 ], %r9;", 1),
+        ("st.shared.v4.f32 [global_smem+64], {%f1, %f2, %f3, %f4};", 2),
+        ("mbarrier.init.shared::cta.b64 [%r1 + 72], 1;", 1),
+        ("mbarrier.init.shared::cta.b64 [%r7], 1;", 1),
+    ],
+    ids=["no-store", "beside", "over-one", "spaces", "over-both", "made-twice", "somewhere"],
+)
+def test_barriers_whose_memory_has_another_use_are_counted(store: str, shared: int) -> None:
+    made = "\n".join(f"mbarrier.init.shared::cta.b64 [%r{number}], 1;" for number in (2, 3))
+    code = f"mov.b32 %r1, global_smem;\nadd.s32 %r2, %r1, 64;\nadd.s32 %r3, %r2, 8;\n{made}\n{store}"
+    assert shared_barriers(code) == shared
+
+
 @pytest.mark.timeout(3600)  # minutes of compiling, many where other processes keep the processor busy
 @pytest.mark.parametrize("target", SHARED_MEMORY)
 def test_kernels_compile_without_excess(target):
@@ -91,19 +111,19 @@ def test_kernels_compile_without_excess(target):
     expected |= {"_row_gradients_kernel"} if target == "sm_90" else set()  # the only target with a tile for it
     if target == "sm_90" and hopper.GLUON:
         expected |= {"_resident_forward_kernel", "_resident_query_gradients_kernel", "_resident_key_gradients_kernel"}
-        expected |= {"_spread_kernel", "_one_pass_kernel"}
+        expected |= {"_copy_pairs_kernel", "_spread_kernel", "_one_pass_kernel"}
     expected |= {"_count_epochs_kernel", "_order_kernel", "_scan_kernel", "_mask_lists_kernel"}
     assert kernels == expected | {"_interval_lists_kernel", "_query_interval_lists_kernel"}
     modules = {row["module"] for row in rows if ".hopper." in row["module"]}
     for_hopper = {"forward", "key_grad", "key_grad_intervals", "query_grad", "bias_grad", "shared_query_grad", "one_pass"}
-    for_hopper |= {"distances", "resident.forward", "resident.query_grad", "resident.key_grad"}
+    for_hopper |= {"aligned", "distances", "resident.forward", "resident.query_grad", "resident.key_grad"}
     expected = {f"dmattn.kernels.hopper.{name}" for name in for_hopper}
     assert modules == (expected if target == "sm_90" and hopper.GLUON else set())
     for row in rows:
         assert row["shared"] <= SHARED_MEMORY[target], row
         assert row["spilled"] <= (SPILLED_ON.get((target, row["case"])) or SPILLED_IN.get(row["case"], MOST_SPILLED)), row
         assert row["atomics"] == row["uneven"] == row["early"] == 0, row
-        if row["module"] in modules:  # in others barriers are Triton's own, as on Blackwell, who ends them before their memory has another use
+        if row["module"] in modules:  # elsewhere barriers are Triton's own, which end before their memory has another use
             assert row["shared_barriers"] == 0, row
     # Beside a bias, sums and a dBias may be stored by single numbers. Else that is a tile of which the compiler lost that columns are
     # neighbours; dK and dV in parts are float32.

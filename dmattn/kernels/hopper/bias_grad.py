@@ -177,7 +177,7 @@ def _shared_gradient_kernel(
         bias=allocate_pairs(rules.bias, 2, BLOCK_M, BLOCK_N),
     )
     barriers = Barriers(
-        bias_full=None if bias is None else allocate_barriers(1, 1),  # the memory of one that nobody uses is not free
+        bias_full=None if bias is None else allocate_barriers(1, 1),
         full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, 2),
     )

@@ -147,7 +147,9 @@ _MASK_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=8, r
 
 @gluon.jit
 def allocate_barriers(count: gl.constexpr, arrivals: gl.constexpr):
-    """`count` barriers in shared memory, each of which completes a phase with that many arrivals."""
+    """`count` barriers in shared memory, each of which completes a phase with that many arrivals. Each has to be used: one that is not shares
+    its memory with other data, which PTX forbids, and a kernel may hang.
+    """
     made = gl.allocate_shared_memory(gl.int64, [count, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(count):
         mbarrier.init(made.index(i), count=arrivals)

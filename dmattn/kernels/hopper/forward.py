@@ -125,7 +125,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         rules=rules,
         lengths=lengths,
         out=strided(out if parts is None else parts.acc[0], heads),
-        lse=strided(lse if parts is None else parts.weights[0], heads),
+        lse=strided(lse if parts is None else parts.sums[0], heads),
         VALUE_DIM=value_dim,
         BLOCK_N=keys,
         STAGES=stages,
@@ -161,7 +161,8 @@ def _forward_kernel(
     """One program: out and lse of some of the works, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, bias (of pairs), intervals, bias_columns (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
-    rules. `lengths` are :class:`walk.Lengths`. A tile of BLOCK_N keys is copied by blocks. Other options are those of :class:`Config`.
+    rules. `lengths` are :class:`walk.Lengths`: where they name parts, out and lse are those of `split_keys.Parts`. A tile of BLOCK_N keys is
+    copied by blocks. Other options are those of :class:`Config`.
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
@@ -331,24 +332,20 @@ def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
 @gluon.jit
 def _store(context, sums, out, lse, IS_PART: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
     """Normalise and store out and lse of a consumer's queries; of a part of their keys, the sums as they are (`split_keys.Parts`)."""
-    row_sum = sums_of_lanes(sums.row_sum, config.PAIRS)  # [BLOCK_M]
-    rules, seq = context.rules, context.seq
-    acc = sums.acc
+    rules, seq, acc = context.rules, context.seq, sums.acc
+    row_max2, row_sum = sums.row_max * exponent_factor(rules), sums_of_lanes(sums.row_sum, config.PAIRS)  # [BLOCK_M]
     if rules.sinks is not None:
-        alpha, row_max2, row_sum = join_sink(sink2_of(rules.sinks, seq), sums.row_max * exponent_factor(rules), row_sum)
+        alpha, row_max2, row_sum = join_sink(sink2_of(rules.sinks, seq), row_max2, row_sum)
         acc = acc * by_row(alpha, acc)
-    divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-    if not IS_PART:
-        acc = acc / by_row(divisor, acc)
     row = context.row + which * BLOCK_M
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))  # [BLOCK_M]
-    if rules.sinks is None:
-        row_max2 = sums.row_max * exponent_factor(rules)
     pointers = slice_pointer(lse, seq) + rows.to(gl.int64) * lse.row
     if IS_PART:
         gl.store(pointers, row_max2, mask=rows < seq.len_q)
         gl.store(pointers + 1, row_sum, mask=rows < seq.len_q)
     else:
+        divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
+        acc = acc / by_row(divisor, acc)
         gl.store(pointers, gl.where(row_sum == 0.0, float("-inf"), (row_max2 + gl.log2(divisor)) / LOG2E), mask=rows < seq.len_q)
     store_tile(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
 

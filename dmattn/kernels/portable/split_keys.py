@@ -3,7 +3,7 @@
 A program takes the queries of all heads of a group together, so that their keys and values are read once, and a share of the keys, so that a
 single query keeps every processor busy. A group of more heads than a tile has rows is that of several programs, which take as many heads each.
 Each share of the keys has sums of its own; a second kernel merges them by their maxima, always in the same order. (Splitting is the idea of
-Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html. Its parts hand on lse, which scores far from 0 round.)
+Flash-Decoding, https://crfm.stanford.edu/2023/10/12/flashdecoding.html. There parts hand on lse, which is rounded where scores are far from 0.)
 """
 
 import math
@@ -86,7 +86,7 @@ class Parts(NamedTuple):
     """What parts of the keys hand on, contiguous float32 tensors with the parts on their first axis."""
 
     acc: Tensor  # (parts, B, H, Sq, Dv), the sums of weighted values
-    weights: Tensor  # (parts, B, H, Sq, 2), the largest score, as an exponent of 2, and the sum of weights
+    sums: Tensor  # (parts, B, H, Sq, 2), the largest score, as an exponent of 2, and the sum of weights
 
     @classmethod
     def empty(cls, parts: int, out: Tensor) -> "Parts":
@@ -167,7 +167,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         packing.programs * splits,
         rules=rules_of(problem, key_lists(problem, packing.queries, tile.block_n) if listed else None),
         out=strided(out if parts is None else parts.acc.flatten(0, 1), heads),
-        lse=strided(lse[..., None] if parts is None else parts.weights.flatten(0, 1), heads),
+        lse=strided(lse[..., None] if parts is None else parts.sums.flatten(0, 1), heads),
         splits=None if parts is None else splits,
         GROUP=_group(problem),
         HEADS=packing.heads,
@@ -194,7 +194,7 @@ def merge_splits(problem: Problem, parts: Parts, sinks: Tensor | None, out: Tens
         _merge_splits_kernel,
         triton.cdiv(value_dim, dims) * len_q * heads * batch,
         acc=strided(parts.acc.view(splits, batch, rows, value_dim).permute(1, 2, 0, 3), rows),
-        weights=strided(parts.weights.view(splits, batch, rows, 2).permute(1, 2, 0, 3), rows),
+        sums=strided(parts.sums.view(splits, batch, rows, 2).permute(1, 2, 0, 3), rows),
         sinks=strided_by_head(sinks),
         ends=ends_of(problem),
         out=strided(out, heads),
@@ -231,9 +231,9 @@ def _split_kernel(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One program: out and lse of QUERIES queries of HEADS heads of one group over one split of the keys that they may attend.
+    """One program: out and lse of QUERIES queries of HEADS heads of one group, or of a split of the keys that they may attend their sums.
 
-    Row r of the tile is query r // HEADS under head r % HEADS. With `splits`, `out` and `lse` are `acc` and `weights` of :class:`Parts`, which
+    Row r of the tile is query r // HEADS under head r % HEADS. With `splits`, `out` and `lse` are `acc` and `sums` of :class:`Parts`, which
     have the splits before the batch entries on their first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then
     splits, tiles of heads, groups, batch entries.
     """
@@ -310,11 +310,11 @@ def _scores(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge_splits_kernel(
-    acc, weights, sinks, ends, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
+    acc, sums, sinks, ends, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
     """One program: BLOCK_DV dims of out of one query of one (batch, head), and its lse, from its `splits` parts.
 
-    `acc` and `weights`, those of :class:`Parts`, have heads and queries as one axis, then the splits. Grid of one axis: blocks of dims fastest,
+    `acc` and `sums`, those of :class:`Parts`, have heads and queries as one axis, then the splits. Grid of one axis: blocks of dims fastest,
     then queries, heads, batch entries.
     """
     follow()
@@ -326,10 +326,10 @@ def _merge_splits_kernel(
     each = Span(0, tl.arange(0, BLOCK_SPLITS), splits)
     one = Span(row % len_q, tl.arange(0, 1), seq.len_q)
     dims = Span(program % blocks * BLOCK_DV, tl.arange(0, BLOCK_DV), value_dim)
-    pointers = row_pointers(weights, of_parts, each)  # [BLOCK_SPLITS]
-    row_max = tl.load(pointers, mask=inside(each), other=float("-inf"))
-    largest = tl.max(row_max, 0)
-    factors = rescaling(row_max, largest, 1.0)
+    pointers = row_pointers(sums, of_parts, each)  # [BLOCK_SPLITS]
+    part_max = tl.load(pointers, mask=inside(each), other=float("-inf"))
+    largest = tl.max(part_max, 0)
+    factors = rescaling(part_max, largest, 1.0)
     total = tl.sum(factors * tl.load(pointers + 1, mask=inside(each), other=0.0), 0)
     if sinks is not None:
         alpha, largest, total = join_sink(sink2_of(sinks, seq), largest, total)

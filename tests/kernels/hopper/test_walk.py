@@ -50,6 +50,11 @@ def test_keys_are_not_split_where_there_are_lists_or_a_table_or_few_of_them(more
     assert parts(Case("more", 128, 65536, heads=2, head_dim=64, **more), 2) == 1
 
 
+@pytest.mark.parametrize("bias", [None, "bh1k", "1hqk"])
+def test_keys_are_split_beside_a_bias_too(bias: str | None) -> None:
+    assert parts(Case("more", 128, 65536, heads=2, head_dim=64, bias=bias), 2) > 1
+
+
 @given(
     len_q=st.integers(65, 5000), len_k=st.integers(1, 100_000), heads=st.sampled_from([1, 2, 4, 8]), group=st.sampled_from([1, 2, 4, 8]),
     works=st.integers(0, 200),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -144,7 +145,7 @@ def test_as_many_splits_as_are_merged_at_once_and_one_more(
 
 @pytest.mark.usefixtures("short_splits", "unwritten_shows")
 @pytest.mark.parametrize(("device", "dtype"), RUNS)
-@pytest.mark.parametrize("offset", [-1e4, 1e9, -1e30, -1e38])
+@pytest.mark.parametrize("offset", [-1e7, 1e9, -1e30, -1e38])
 def test_keys_far_from_zero_weigh_alike(offset: float, device: str, dtype: torch.dtype, reached: list[int]) -> None:
     """In whichever split they are: a split's lse would be rounded by more than keys differ."""
     value = torch.randn(1, 2, 98, 16, generator=torch.Generator().manual_seed(0)).to(device, dtype)
@@ -152,7 +153,7 @@ def test_keys_far_from_zero_weigh_alike(offset: float, device: str, dtype: torch
     out, lse = attention(query, key, value, bias=torch.full((1, 1, 1, 98), offset, device=device), return_lse=True)
     assert reached == [3]
     torch.testing.assert_close(out, value.repeat_interleave(2, 1).mean(2, keepdim=True).expand(out.shape), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(lse, torch.full_like(lse, offset), rtol=1e-6, atol=8.0)
+    torch.testing.assert_close(lse, torch.full_like(lse, offset + math.log(98)), rtol=3e-7, atol=1e-3)
 
 
 @pytest.mark.usefixtures("short_splits", "unwritten_shows")

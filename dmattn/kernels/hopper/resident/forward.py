@@ -113,7 +113,7 @@ def _resident_forward_kernel(
         bias=allocate_bias(rules, CONSUMERS, TILES * (KEYS // CHUNK), BLOCK_M, CHUNK, WIDE=False),
     )
     barriers = Barriers(
-        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),  # the memory of one that nobody uses is not free
+        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),
         q_full=allocate_barriers(1, 1),
         kv_full=allocate_barriers(STAGES, 1),
         kv_free=allocate_barriers(STAGES, CONSUMERS),

@@ -158,7 +158,7 @@ def _resident_key_gradients_kernel(
         bias=allocate_bias(rules, CONSUMERS, TILES * (BLOCK_M // CHUNK), CHUNK, BLOCK_N, WIDE=False),
     )
     barriers = Barriers(
-        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),  # the memory of one that nobody uses is not free
+        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),
         kv_full=allocate_barriers(1, 1),
         q_full=allocate_barriers(STAGES, 1),
         q_free=allocate_barriers(STAGES, CONSUMERS),

@@ -173,7 +173,7 @@ def _resident_query_gradients_kernel(
         d_q=None if d_q is None else gl.allocate_shared_memory(d_q.dtype, [1, 1, BLOCK_M, config.DIM], d_q.layout),
     )
     barriers = Barriers(
-        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),  # the memory of one that nobody uses is not free
+        bias_full=None if bias is None else allocate_barriers(CONSUMERS, 1),
         full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, CONSUMERS),
         sums_full=allocate_barriers(STAGES, CONSUMERS - 1),
