@@ -73,6 +73,8 @@ CASES = (
         causal=True,
     ),
     Case("hopper-loaded-bias-causal", 137, 251, heads=2, head_dim=64, bias="bhqk", causal=True),
+    Case("hopper-copied-shared-bias", 393, 523, batch=3, heads=2, head_dim=64, bias="1hqk"),
+    Case("hopper-copied-shared-bias-of-two-causal", 521, 587, heads=4, head_dim=128, bias="1hqk", causal=True),
     Case("hopper-loaded-shared-bias", 137, 251, batch=3, heads=2, head_dim=128, bias="1hqk"),
     Case("hopper-loaded-shared-bias-fp32", 200, 131, batch=3, heads=2, head_dim=40, bias="1hqk", bias_dtype=torch.float32),
     Case("hopper-loaded-bias-mask-window", 137, 251, heads=2, head_dim=128, mask="b1qk", bias="bhqk", window=(100, 20)),
