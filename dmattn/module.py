@@ -141,6 +141,10 @@ class DynamicMaskAttention(nn.Module):
         hidden_size, num_heads, num_kv_heads, head_dim = int(hidden_size), int(num_heads), int(num_kv_heads), int(head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads, self.head_dim = hidden_size, num_heads, num_kv_heads, head_dim
         self.keep, self.causal, self.scale, self.layer_idx = int(keep), causal, scale, None if layer_idx is None else int(layer_idx)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dmattn: dtype: expected a torch.dtype or None, received {kind(dtype)}")
+        if dtype is not None and dtype not in FLOATS:
+            raise ValueError(f"dmattn: dtype: expected float16, bfloat16, float32 or float64, received {dtype}")
         on: dict[str, Any] = dict(device=device, dtype=dtype)
         width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         self.q_proj = nn.Linear(hidden_size, width, bias=bias, **on)
@@ -215,6 +219,9 @@ class DynamicMaskAttention(nn.Module):
 
     def _held(self, cache: Any) -> int:
         """How many keys a cache holds for this layer."""
+        if not all(callable(getattr(cache, name, None)) for name in ("get_seq_length", "update")):
+            expected = "a cache with the methods get_seq_length and update, or None"
+            raise TypeError(f"dmattn: past_key_values: expected {expected}, received {kind(cache)}")
         if self.layer_idx is None:
             raise ValueError("dmattn: past_key_values: expected None in a layer without layer_idx, received a cache")
         if not self.causal:

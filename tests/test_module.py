@@ -276,6 +276,8 @@ def test_parameters_are_made_where_and_as_asked() -> None:
         (dict(eps=float("inf")), ValueError, "eps: expected a finite float32 number, received inf"),
         (dict(scale=float("nan")), ValueError, "scale: expected a finite float32 number, received nan"),
         (dict(scale="0.5"), TypeError, "scale: expected a number, received str"),
+        (dict(dtype="float32"), TypeError, "dtype: expected a torch.dtype or None, received str"),
+        (dict(dtype=torch.int32), ValueError, "dtype: expected float16, bfloat16, float32 or float64, received torch.int32"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
@@ -302,6 +304,11 @@ def test_a_wrong_layer_is_named(options: dict[str, Any], error: type[Exception],
         (dict(attention_mask=torch.ones(2, 19)), ValueError, "attention_mask: expected a bool or integer .* received torch.float32"),
         (dict(attention_mask=torch.ones(2, 18).bool()), ValueError, r"attention_mask: expected .* \(2, 19\) .* received .* \(2, 18\)"),
         (dict(attention_mask=torch.ones(2, 1, 19, 19).bool()), ValueError, r"attention_mask: .* received .* \(2, 1, 19, 19\)"),
+        (
+            dict(past_key_values=3),
+            TypeError,
+            "past_key_values: expected a cache with the methods get_seq_length and update, or None, received int",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )

@@ -189,7 +189,7 @@ def test_a_run_that_is_ended_leaves_what_it_found(tmp_path, monkeypatch):
     found = json.loads(target.read_text())["parts"]["threads"]
     assert "no summary: KeyError" in found["failures"][0]
     page = report.written(json.loads(target.read_text()), target)
-    assert "**1 checks, 1 failed** (threads). Nothing was checked by memory, threads." in page
+    assert "**1 checks, 1 failed** (threads). Parts that checked nothing: memory, threads." in page
     assert "Parts that left something out: repetition." in page
 
 

@@ -68,7 +68,7 @@ def _verdict(result: dict[str, Any]) -> str:
     unreached = [name for name, found in parts.items() if not (found["summary"] or {}).get("checks")]
     partly = [name for name, found in parts.items() if found["not_run"] and name not in unreached]
     said = f"**{checks_of(result)} checks, " + (f"{sum(failed.values())} failed** ({', '.join(failed)})." if failed else "none failed.**")
-    said += f" Nothing was checked by {', '.join(unreached)}." if unreached else ""
+    said += f" Parts that checked nothing: {', '.join(unreached)}." if unreached else ""
     return said + (f" Parts that left something out: {', '.join(partly)}." if partly else "")
 
 
