@@ -64,6 +64,8 @@ def run() -> Iterator[Callable[[Path, list[str]], None]]:
 def test_what_passed_is_left_out_the_next_time(workers: tuple[str, ...], tmp_path: Path, run: Callable) -> None:
     if workers:
         pytest.importorskip("xdist")
+        if not os.environ.get("DMATTN_FULL"):
+            pytest.skip("many processes, each of which imports torch: in a full run")
     suite, outcomes = tmp_path / "test_suite.py", tmp_path / "outcomes.jsonl"
     arguments = ["-p", "piecemeal", "--outcomes", str(outcomes), "-p", "no:cacheprovider", *workers, "test_suite.py"]
 
