@@ -177,7 +177,10 @@ class BlockMask:
                 raise TypeError(f"dmattn: {name}: expected an integer{' or None' if least else ''}, received {kind(size)}")
             if size < least:
                 raise ValueError(f"dmattn: {name}: expected an integer of at least {least}, received {size}")
-        device = torch.empty(0, device=device).device
+        try:
+            device = torch.empty(0, device=device).device
+        except (AssertionError, RuntimeError, TypeError) as error:  # the first where PyTorch was built without CUDA
+            raise ValueError(f"dmattn: device: expected a device that PyTorch has here, received {device!r}") from error
         _check_device("dmattn: device", device)
         batch, heads, Q_LEN, KV_LEN = int(B or 1), int(H or 1), int(Q_LEN), int(KV_LEN)
         known = torch.full((batch, heads, _count(Q_LEN, BLOCK), _count(KV_LEN, BLOCK)), UNKNOWN, dtype=torch.int8, device=device)

@@ -411,6 +411,7 @@ def test_a_rules_own_error_stays_as_it_is() -> None:
         (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: True, 1, 1, 5, 5, "cpu"), TypeError, "mask_mod: .* bool tensor without axes, received one that returns bool$"),
         (lambda: BlockMask.from_mask_mod(lambda b, h, q, k: (q, k), 1, 1, 5, 5, "cpu"), TypeError, "mask_mod: .* received one that returns tuple$"),
         (lambda: BlockMask.from_mask(DENSE.to("meta")), ValueError, "from_mask: mask: expected a device whose tensors hold values, received meta"),
+        (lambda: BlockMask.from_mask_mod(noop_mask, 1, 1, 5, 5, "gpu"), ValueError, "device: expected a device that PyTorch has here, received 'gpu'"),
         (lambda: BlockMask.from_mask_mod(noop_mask, 1, 1, 5, 5, "meta"), ValueError, "device: expected a device whose tensors hold values, received meta"),
         (lambda: MADE & DENSE, TypeError, "BlockMask: &: expected one mask_mod that says both, .* received a BlockMask beside torch.Tensor"),
         (lambda: DENSE | MADE, TypeError, r"BlockMask: \|: expected one mask_mod that says both, .* received a BlockMask beside torch.Tensor"),
