@@ -131,7 +131,7 @@ class Call:
             "the table in float32": problem.zero is not None and is_hopper,
         }
         total = sum(_of_parts(problem, out, d_query, choice.row.name) for choice in choices)
-        if copies := dict(choices[0].traits.copies):
+        if copies := dict(choices[0].traits.aligned):
             from .kernels.hopper.aligned import empty_aligned
 
             copy = empty_aligned(by_entry(problem.bias))

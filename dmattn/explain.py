@@ -54,8 +54,8 @@ class Pass(NamedTuple):
     `flops` are those of the rows' matrix products. `bytes` are those of each input and each result once, of query and key with their columns.
     `seconds` is the larger of the times that both take at the peak of the target; None where that is unknown. Pairs that causal or a window
     hides are left out. The values of a mask are not read: where `is_masked`, `flops`, `bytes` and `seconds` are those of a mask that
-    hides nothing, and one that hides pairs may take less. `copies` are reasons why a pass reads an aligned copy of the bias, and makes dBias as
-    one, which saves more time than it takes: a bias without these reasons needs no copy.
+    hides nothing, and one that hides pairs may take less. Where a pass works on an aligned copy of the bias, or of
+    dBias, `copies` are what keeps the copy engine from the original: who removes these reasons saves the copy.
     """
 
     name: str
@@ -215,7 +215,7 @@ def _by_rows(call: Call, name: str, choices: tuple[Choice, ...], peak: Peak | No
     refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
     flops = sum(call.products(choice.makes, choice.row.reads) for choice in choices)
     rows = tuple((choice.row.name, _results(choice.makes)) for choice in choices)
-    copies = tuple(reason for _, reason in choices[0].traits.copies) if choices else ()
+    copies = tuple(reason for _, reason in choices[0].traits.aligned) if choices else ()
     return _costing(call, name, rows, tuple(refusals), memory, flops, peak)._replace(copies=copies)
 
 

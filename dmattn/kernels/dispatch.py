@@ -109,20 +109,22 @@ class Choice(NamedTuple):
 
 
 def choose_forward(traits: Traits) -> Choice:
-    """The row that serves a forward pass: of an aligned copy of the bias, which its traits tell, if that pays and lets another row serve."""
+    """The row that serves a forward pass. Where an aligned copy of the bias pays and lets another row serve, it is that one, and its traits say
+    so: `aligned`.
+    """
     choice = _forward_row(traits)
-    of_copy = _forward_row(traits.with_copies("bias")) if hopper_plans.copies_pay(traits) else choice
+    of_copy = _forward_row(traits.with_aligned("bias")) if hopper_plans.copies_pay(traits) else choice
     return choice if of_copy.row == choice.row else of_copy
 
 
 def choose_backward(traits: Traits) -> tuple[Choice, ...]:
-    """The rows that together make all that a backward pass wants, in the order in which they are to run. They get an aligned copy of the bias
-    likewise, and an aligned dBias, which is copied in the end, if that lets other rows serve again.
+    """The rows that together make all that a backward pass wants, in the order in which they are to run. Where it pays they are
+    those that an aligned copy of the bias lets serve, or that and an aligned dBias, which is copied in the end.
     """
     choices = _backward_rows(traits)
     if hopper_plans.copies_pay(traits):
         for copies in (("bias",), ("bias", "d_bias")):
-            of_copies = _backward_rows(traits.with_copies(*copies))
+            of_copies = _backward_rows(traits.with_aligned(*copies))
             if [choice.row for choice in of_copies] != [choice.row for choice in choices]:
                 choices = of_copies
     return choices

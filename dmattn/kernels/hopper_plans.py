@@ -9,7 +9,7 @@ import triton
 
 from .base.rules import MOST_SOFTCAP
 from .base.tiles import block_dim
-from .features import INTERVALS, MASKS, PAIR_BIAS, named_feature
+from .features import INTERVALS, MASKS, PACKED, PAIR_BIAS, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.addressing import UNIT
 from .hopper.copies import consumers_of
@@ -35,7 +35,9 @@ DIMS = (16, 32, 64, 128, 256)  # of heads, padded to powers of two, that Hopper'
 # NVIDIA H200, 2026-11-29: docs/history.md, "Copies of unaligned biases".
 FORWARD_READS, BACKWARD_READS = 2, 1  # of each number of a shared bias, at least
 PAIRS_OF_A_COPY = 1 << 20  # of all (batch, head), at least
-ROOM_OF_A_COPY = 1 << 28  # bytes, or as many as queries, keys and values have
+ROOM_OF_A_COPY = 1 << 28  # bytes of one copy, or as many as queries, keys and values have
+# Where these hide most pairs, few numbers of the bias are read: not timed. Nor was what only some kernels of a pass can read aligned.
+_NEVER_COPIED_BESIDE = INTERVALS | PACKED | {"two intervals", "block mask", "mask of pairs", LEADING_IN_RUNS}
 
 
 def _are_narrow(traits: Traits) -> bool:
@@ -52,9 +54,13 @@ def are_wide(traits: Traits) -> bool:
 
 
 def copies_pay(traits: Traits) -> bool:
-    """Whether a pass is faster by a copy of the bias of pairs in rows that the copy engine can address, the time of the copy included."""
+    """Whether a pass is expected to be faster by a copy of the bias of pairs in rows that the copy engine can address, the time of the copy
+    included. One that is `wide` is not copied: the copy has offsets of 32 bits in its tiles.
+    """
     bias, len_q, len_k = traits.bias, traits.len_q, traits.len_k
-    if bias is None or bias.dtype.itemsize != 2 or "bias" not in dict(traits.uncopyable) or LEADING_IN_RUNS in traits.features:
+    if bias is None or bias.dtype.itemsize != 2 or "bias" not in dict(traits.uncopyable) or "bias" in traits.wide:
+        return False
+    if not traits.features.isdisjoint(_NEVER_COPIED_BESIDE):
         return False
     is_causal = traits.left is None and traits.right == 0
     seen = len_k - min(len_q, len_k) // 2 if is_causal else _window(traits)  # keys of a query in the middle

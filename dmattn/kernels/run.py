@@ -78,7 +78,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         _scan(given)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
-    if "bias" in dict(choice.traits.copies):
+    if "bias" in dict(choice.traits.aligned):
         problem = problem._replace(bias=aligned_copy(problem.bias))
     kernels.forward(problem, out, lse)
 
@@ -186,7 +186,7 @@ def backward(
     if order is not None:
         problem = reordered(problem)
     results = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
-    copies = dict(choices[0].traits.copies) if choices else {}
+    copies = dict(choices[0].traits.aligned) if choices else {}
     if "bias" in copies:
         problem = problem._replace(bias=aligned_copy(problem.bias))
     made_bias = empty_aligned(d_bias) if "d_bias" in copies else d_bias

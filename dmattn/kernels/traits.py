@@ -61,7 +61,7 @@ class Traits(NamedTuple):
     """One call. Of a problem with an order of its keys they are the traits of the copies in that order (reorder.py).
 
     `uncopyable` has the name of each tensor that Hopper's copy engine cannot address, with each reason; `wide` the names of tensors in which an
-    offset within a tile may need more than 32 bits. `wanted` are the results of a backward pass. `copies` has the bias and its gradient, with
+    offset within a tile may need more than 32 bits. `wanted` are the results of a backward pass. `aligned` has the bias and its gradient, with
     what had been said of them as uncopyable, where kernels get copies that the copy engine can address (hopper/aligned.py).
     """
 
@@ -85,7 +85,7 @@ class Traits(NamedTuple):
     uncopyable: tuple[tuple[str, str], ...] = ()
     wide: frozenset[str] = frozenset()
     wanted: frozenset[str] = frozenset()
-    copies: tuple[tuple[str, str], ...] = ()
+    aligned: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -150,12 +150,11 @@ class Traits(NamedTuple):
             wanted=frozenset(name for name, x in made.items() if x is not None),
         )
 
-    def with_copies(self, *names: str) -> Traits:
+    def with_aligned(self, *names: str) -> Traits:
         """Those of the call where kernels get aligned copies of these tensors."""
         return self._replace(
             uncopyable=tuple((name, why) for name, why in self.uncopyable if name not in names),
-            wide=self.wide.difference(names),
-            copies=tuple((name, why) for name, why in self.uncopyable if name in names),
+            aligned=tuple((name, why) for name, why in self.uncopyable if name in names),
         )
 
     @property

@@ -569,6 +569,9 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
         (Case("few-pairs", 129, batch=8, heads=4, head_dim=64, bias="1hqk"), (), ()),
         (Case("narrow-window", 2001, batch=8, heads=8, head_dim=64, bias="1hqk", window=(64, 64)), (), ()),
         (Case("no-room", 5001, batch=2, heads=8, head_dim=64, bias="1hqk"), (), ()),
+        (Case("documents", 501, batch=8, heads=8, head_dim=64, bias="1hqk", intervals="documents"), (), ()),
+        (Case("mask-of-pairs", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk"), (), ()),
+        (Case("padding", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b11k"), ("bias",), ("bias",)),
         (Case("nobody-shares", 501, batch=8, heads=8, head_dim=64, bias="bhqk"), (), ()),
         (Case("float32", 501, batch=8, heads=8, head_dim=64, bias="1hqk", bias_dtype=torch.float32), (), ()),
         (Case("aligned", 504, batch=8, heads=8, head_dim=64, bias="1hqk"), (), ()),
@@ -581,9 +584,23 @@ def test_a_bias_that_many_read_is_copied_to_where_the_copy_engine_reads(
     problem = meta(case, BF16)
     out, _lse, _states = backend.allocate_forward(problem)
     gradients = backend.allocate_backward(problem, [x is not None for x in learned_of(problem)])
-    assert tuple(dict(dispatch.choose_forward(Traits.of(problem, out)).traits.copies)) == forward
+    assert tuple(dict(dispatch.choose_forward(Traits.of(problem, out)).traits.aligned)) == forward
     for choice in dispatch.choose_backward(Traits.of(problem, out, out, gradients)):
-        assert tuple(dict(choice.traits.copies)) == backward
+        assert tuple(dict(choice.traits.aligned)) == backward
+
+
+@not_interpreted
+@pytest.mark.parametrize("target", ["sm_90"])
+@pytest.mark.parametrize(("stride", "is_copied"), [(1001, True), (1 << 24, False)])
+def test_a_bias_whose_keys_lie_far_apart_is_not_copied(launches: list, stride: int, is_copied: bool) -> None:
+    """A tile of it has offsets beyond 32 bits."""
+    query = torch.empty(8, 8, 501, 64, dtype=BF16, device="meta")
+    bias = strided((1, 8, 501, 501), (0, 501, 1, stride), BF16)
+    problem = Problem.canonical(query, query, query, mask=None, bias=bias, causal=False, window=None, scale=None, softcap=None)
+    assert bool(dispatch.choose_forward(Traits.of(problem, query)).traits.aligned) == is_copied
+    gradients = backend.allocate_backward(problem, (True,) * 5)
+    for choice in dispatch.choose_backward(Traits.of(problem, query, query, gradients)):
+        assert bool(choice.traits.aligned) == is_copied
 
 
 @not_interpreted

@@ -1,8 +1,8 @@
 """A copy of a bias of pairs in rows that the copy engine can address, where so many (batch, head) read it that it costs less than it saves.
 
 Likewise back: a gradient in such rows, copied to where it belongs. Lanes of a warp have numbers side by side, so that each load and each store
-of a warp is one stretch of memory, wherever rows begin. Where a lane had more of them, as Triton would choose for a target of aligned rows, the
-same copy took three times as long.
+of a warp is one stretch of memory, wherever rows begin. Stores of 8 numbers a lane took as long, loads of shifted words up to twice as long
+(docs/history.md, "Rows of other models, and dS handed on").
 """
 
 from typing import Any

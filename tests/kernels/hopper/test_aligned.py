@@ -15,6 +15,7 @@ from dmattn.execution import replay
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from dmattn.kernels import run
+from dmattn.kernels.base.leading import by_entry
 from dmattn.kernels.hopper.aligned import aligned_copy, copy_pairs, empty_aligned
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -86,11 +87,11 @@ def test_results_are_those_of_a_padded_bias(
     how: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bit for bit, as the same kernels run."""
+    """Bit for bit, as the same kernels run; of a second call, too, which repeats the first one's launches on other numbers."""
     copied: list[tuple[int, ...]] = []
 
     def copy(bias: Any) -> Any:
-        copied.append(bias_shape)
+        copied.append(tuple(by_entry(bias).shape[-2:]))
         return aligned_copy(bias)
 
     monkeypatch.setattr(run, "aligned_copy", copy)
@@ -102,9 +103,15 @@ def test_results_are_those_of_a_padded_bias(
     found = []
     for bias in (placed(numbers, how), padded):
         replay.forget()  # what was launched before `copy` was in its place
-        given = [x.detach().requires_grad_() for x in (query, key, value, bias)]
-        out = attention(*given[:3], bias=given[3], **options)
-        found.append((out, *torch.autograd.grad(out, given, d_out)))
-    assert copied == [bias_shape] * 2  # once in each pass, and not the padded one
+        copied.clear()
+        results: list[Tensor] = []
+        for call in range(2):
+            given = [x.detach().requires_grad_() for x in (query, key, value, bias)]
+            out = attention(*given[:3], bias=given[3], **options)
+            results += (out, *torch.autograd.grad(out, given, d_out))
+            if call == 0:
+                assert copied == ([] if bias is padded else [lengths] * 2)  # once in each pass
+                bias.mul_(0.5)
+        found.append(results)
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
