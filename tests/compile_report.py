@@ -2,7 +2,7 @@
 
 python tests/compile_report.py sm_90        prints a table, one line per kernel: registers, spilled bytes, shared memory
 python tests/compile_report.py gfx942 --json
-python tests/compile_report.py sm_80 --fewer   compiles few launches that have each flag and argument of each kernel, and each type and tile of any
+python tests/compile_report.py sm_80 --fewer   compiles few launches that have each kernel, and each flag, argument and type of any
 python tests/compile_report.py sm_90 --beside  compiles what --fewer would, but what it compiles for sm_80 too once of each kernel
 python tests/compile_report.py gfx942 --once   compiles each kernel for the first launch that has it
 

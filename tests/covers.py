@@ -25,9 +25,10 @@ ALONE = "dmattn.kernels.hopper"
 
 
 def fewer(launches: Launches) -> list[tuple]:
-    """Every flag and argument of each kernel is compiled, left out and given, and every type and size of a tile of each family of kernels.
+    """Each kernel is compiled, and every flag, argument and type of each family of kernels, left out and given.
 
-    Integers that are told at the call, such as strides, have any one of their types, and of head dims one is enough of those in as many blocks.
+    Of those that a GPU alone runs so is every flag and argument of each, and every size of a tile. Integers that are told at the call, such as
+    strides, have any one of their types, and of head dims one is enough of those in as many panels.
     """
     return cover({launch: code_of(launch[0], *given) for launch, given in launches.items()})
 
@@ -76,18 +77,19 @@ def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
     these are whole. Several axes before the heads are other addresses, whichever tensor has them: one launch of a kernel. The tile of a
     descriptor follows from the constants.
 
-    That has the kernel's name, as has that the kernel is there at all, so that each kernel is compiled with it. What changes sizes alone, or code
-    that kernels share, has the name of their family, the folder that they are in: types that pointers and descriptors are of; what strides are
-    multiples of, and by how many quotients axes before the heads are found; tiles, and head dims in blocks. So have rules, such as masks, window
-    and softcap, but for Hopper's kernels: those of the others run in Triton's interpreter.
+    That the kernel is there at all has its name, so that each kernel is compiled. All else has the name of its family, the folder that it is in:
+    types that pointers and descriptors are of; what strides are multiples of, and by how many quotients axes before the heads are found; rules,
+    such as masks, window and softcap. But a flag or argument has the name of a kernel that a GPU alone runs: the others run in Triton's interpreter
+    with each. Tiles, and head dims in blocks, are code of Hopper's family alone.
     """
     name = name_of(function)
     family = ".".join(name.split(".")[:3])  # dmattn.kernels.hopper, also of what lies deeper
+    own = name if family == ALONE else family
     found = {(name, "at all")}
     for *path, kind in types(signature):
-        owner = family if path[:1] == ["rules"] and family != ALONE else name
+        owner = family if path[:1] == ["rules"] else own
         if path and kind in SEVERAL_AXES:
-            found |= {(name, "several axes"), (family, "several axes", kind)}
+            found |= {(own, "several axes"), (family, "several axes", kind)}
         elif type(kind) is int and len(path) > 1 and path[-1] == WHOLE and path[:-1] != ["rules"]:
             found.add((family, "multiples", kind))
         elif path and kind not in ("constexpr", "i32", "i64"):
@@ -100,11 +102,11 @@ def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
     for (place, *within), constant in constants.items():
         argument = function.arg_names[place]
         block = named.get(BLOCKS.get(argument), PANELS.get(argument))
-        if block is not None:
+        if type(constant) is not int:
+            found.add((family if argument == "rules" else own, argument, *within, repr(constant)))
+        elif family == ALONE and block is not None:
             found.add((family, "head dim", constant % block == 0, -(-constant // block)))
-        elif type(constant) is not int:
-            found.add((family if argument == "rules" and family != ALONE else name, argument, *within, repr(constant)))
-        elif argument.isupper() and not within and argument not in BLOCKS:
+        elif family == ALONE and argument.isupper() and not within and argument not in BLOCKS:
             found.add((family, argument, constant))
     return found
 

@@ -65,27 +65,33 @@ CONSTANTS = [
 
 @pytest.mark.parametrize("other", [*TYPES, *CONSTANTS])
 def test_what_kernels_ask_for_is_compiled(other: Launch) -> None:
-    assert chosen(fewer, launch(), other) == chosen(fewer, other, launch()) == [0, 1]
+    assert chosen(fewer, launch(), other, of=OTHER) == chosen(fewer, other, launch(), of=OTHER) == [0, 1]
 
 
-@pytest.mark.parametrize("other", [TYPES[-1], *CONSTANTS])
-def test_types_and_tiles_are_those_of_a_family(other: Launch) -> None:
-    """Each kernel of a folder is there, and one of them with the other type or tile."""
-    assert of_two(KERNEL, BESIDE, launch(), other) == of_two(OTHER, DEEPER, launch(), other) == 2
+@pytest.mark.parametrize("other", TYPES)
+def test_types_are_those_of_a_family(other: Launch) -> None:
+    """Each kernel of a folder is there, and one of them with the other type."""
+    assert of_two(KERNEL, BESIDE, launch(), other) == 2
     assert of_two(KERNEL, OTHER, launch(), other) == 4
 
 
+@pytest.mark.parametrize("other", CONSTANTS)
+def test_tiles_are_those_of_a_family_on_hopper_alone(other: Launch) -> None:
+    assert of_two(OTHER, DEEPER, launch(), other) == 2
+    assert of_two(KERNEL, OTHER, launch(), other) == 3
+
+
 @pytest.mark.parametrize("other", FORMS)
-def test_forms_are_those_of_a_kernel(other: Launch) -> None:
-    assert of_two(KERNEL, BESIDE, launch(), other) == 4
+def test_forms_are_those_of_a_kernel_on_hopper(other: Launch) -> None:
+    assert of_two(OTHER, DEEPER, launch(), other) == 4
 
 
-@pytest.mark.parametrize(("family", "count"), [("portable", 2), ("hopper", 4)])
-def test_rules_are_those_of_a_family_but_on_hopper(family: str, count: int) -> None:
-    """Of two kernels each is there, and the rule is left out and given, by one of them or by both."""
+@pytest.mark.parametrize("family", ["portable", "hopper"])
+def test_rules_are_those_of_a_family(family: str) -> None:
+    """Of two kernels each is there, and the rule is left out and given by one of them."""
     kernels = (kernel(f"{family}.{name}", ("rules",)) for name in ("forward", "key_grad"))
     without, within = ({"rules": ("constexpr", "i32")}, {(0, 0): None}), ({"rules": ("*i32", "i32")}, {})
-    assert of_two(*kernels, without, within) == count
+    assert of_two(*kernels, without, within) == 2
 
 
 def covering(*launches: str) -> list[int]:
@@ -123,7 +129,7 @@ def test_float16_and_several_axes_are_one_launch_of_a_kernel(other: tuple) -> No
     assert set(found) - {0} in ({1}, {2})
 
 
-@pytest.mark.parametrize("other", [*TYPES, *CONSTANTS])
+@pytest.mark.parametrize("other", TYPES)
 def test_beside_another_target_what_it_has_not_is_compiled(other: Launch) -> None:
     launches = {(KERNEL, 0): launch(), (KERNEL, 1): other, (OTHER, 2): launch(), (OTHER, 3): other}
     found = beside(launches, {(KERNEL, 0): launch()})
