@@ -15,7 +15,7 @@ from dmattn.execution import passes, torch_path
 from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
 
-LENGTH = 33 if interpreting() else 96
+LENGTH = 17 if interpreting() else 96
 
 
 class Largest(TorchDispatchMode):

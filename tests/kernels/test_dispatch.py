@@ -53,7 +53,7 @@ from dmattn.kernels.traits import (
     Traits,
 )
 
-DRAWN = 5000 if os.environ.get("DMATTN_FULL") else 500  # problems of each target
+DRAWN = 5000 if os.environ.get("DMATTN_FULL") else 200  # problems of each target
 not_interpreted = pytest.mark.skipif(
     backend.interpreting(), reason="watches compiled launches, which a process with TRITON_INTERPRET=1 has none of"
 )
@@ -217,6 +217,7 @@ def test_every_row_has_its_function() -> None:
     assert list(run.BACKWARD) == [row.name for row in dispatch.BACKWARD]
 
 
+@pytest.mark.skipif(backend.interpreting(), reason="about the table, which is the same in both halves")
 def test_choices_are_those_recorded() -> None:
     recorded = RECORD.read_text().splitlines()
     assert record().splitlines() == recorded, "if they should be others now: python tests/kernels/recorded_choices.py"

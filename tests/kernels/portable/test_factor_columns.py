@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import NEEDS_CUDA
+from conftest import NEEDS_CUDA, few_in_the_interpreter
 from torch import Tensor
 
 from dmattn import FactoredBias, attention, factors
@@ -60,7 +60,20 @@ CASES = [
     Columns((37, 4, 2), (70, 2), is_packed=True),
     Columns((37, 2, 2), (70, 2, 2), head_dim=40, scale=3.0, is_packed=True),
 ]
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+TYPES = [*product((BF16, FP16), (FP32, BF16, FP16)), (FP32, FP32), (FP32, BF16), (BF16, FP64)]
+
+
+def named(given: Any) -> str:
+    return "-".join(map(str, given)) if isinstance(given, Columns) else str(given)
+
+
+cases = pytest.mark.parametrize("case", CASES, ids=named)
+
+
+def by_turns(cases: list[Columns], types: list[tuple]) -> list[tuple]:
+    """In the interpreter each case has every third of the types, and each of these every third case."""
+    places = few_in_the_interpreter(product(range(len(cases)), range(len(types))), lambda case, of: (case + of) % 3 == 0)
+    return [(cases[case], *types[of]) for case, of in places]
 
 
 def both(case: Columns, dtype: torch.dtype, tensors: list[Tensor]) -> list[Any]:
@@ -85,8 +98,7 @@ def check_bits(x: Tensor, y: Tensor) -> None:
 
 
 @devices
-@cases
-@pytest.mark.parametrize(("dtype", "of"), [*product((BF16, FP16), (FP32, BF16, FP16)), (FP32, FP32), (FP32, BF16), (BF16, FP64)], ids=str)
+@pytest.mark.parametrize(("case", "dtype", "of"), by_turns(CASES, TYPES), ids=named)
 def test_is_bit_for_bit_what_operations_make(dtype: torch.dtype, of: torch.dtype, case: Columns, device: str) -> None:
     tensors = case.tensors(dtype, of, device)
     by_kernel, by_operations = both(case, dtype, tensors)
@@ -138,8 +150,7 @@ WIDE = [
 @devices
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of NumPy, in Triton's interpreter
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-@pytest.mark.parametrize("case", WIDE, ids=lambda case: "-".join(map(str, case)))
-@pytest.mark.parametrize("of", [FP32, FP16, FP64], ids=str)
+@pytest.mark.parametrize(("case", "of"), by_turns(WIDE, [(FP32,), (FP16,), (FP64,)]), ids=named)
 def test_float16_moves_the_powers_of_two_that_operations_do(of: torch.dtype, case: Columns, device: str) -> None:
     """Between factors of any two sizes, beside numbers that are not finite. Sums of whole numbers have the same bits in any order."""
     query, key, *given = case.tensors(FP16, FP32, device)
