@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -252,20 +250,24 @@ def test_the_map_of_the_pages_leads_to_every_page():
     assert {page.name for page in ROOT.glob("docs/*.md")} - {"start.md"} <= linked
 
 
+def run_of_rank(rank: int, code: str) -> list[str]:
+    """In a process of a group that is there already, and stays. What the code did with the group."""
+    called: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("init_process_group", "destroy_process_group"):
+            patch.setattr(torch.distributed, name, lambda name=name: called.append(name))
+        exec(code, {})
+    return called
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 @pytest.mark.parametrize("page", SHARED)
-def test_code_of_several_processes_runs_on_two_ranks(page, tmp_path):
-    """All of a page in one program: starting processes takes seconds."""
+def test_code_of_several_processes_runs_on_two_ranks(page, processes):
+    """All of a page in one program, in processes that other tests use, too: starting them takes seconds. The examples are started by torchrun."""
     if "from transformers" in SHARED[page]:
         pytest.importorskip("transformers", reason="the code uses it")
     assert "assert" in SHARED[page]
-    script = tmp_path / "script.py"
-    script.write_text(SHARED[page] + "\nprint('done')\n")
-    environment = os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done") == 2, done.stdout  # lines of two processes may mix
+    assert processes(2).results(run_of_rank, SHARED[page]) == [["init_process_group", "destroy_process_group"]] * 2
 
 
 @pytest.mark.parametrize("number", range(len(blocks("python"))))

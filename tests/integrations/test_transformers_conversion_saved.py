@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forks import in_processes
 from models import TOLERANCE, VOCABULARY, build, distinct_batch, error, largest, train_step
 from test_transformers import SIZES
 from torch import nn
@@ -190,12 +188,11 @@ def test_a_model_class_refuses_a_converted_model(settings: dict[str, Any], tmp_p
 
 
 LOADS = """
-import sys, torch, transformers
-path, tokens = sys.argv[1], torch.arange(1, 24)[None]
-for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, transformers.AutoModel):
-    for settings in ({}, dict(attn_implementation="eager"), dict(attn_implementation="sdpa")):
+from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM
+for kind in (AutoModelForCausalLM, LlamaForCausalLM, AutoModel):
+    for settings in ({{}}, dict(attn_implementation="eager"), dict(attn_implementation="sdpa")):
         try:
-            model = kind.from_pretrained(path, **settings)
+            model = kind.from_pretrained({path!r}, **settings)
         except ValueError as error:
             assert "dmattn" in str(error), error
             print("refused")
@@ -205,16 +202,16 @@ for kind in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM, t
 
 
 @whole_models
-@pytest.mark.parametrize("imported", [False, True], ids=["without-dmattn", "with-dmattn"])
-def test_a_process_loads_a_converted_model_converted_or_not_at_all(imported: bool, tmp_path) -> None:
+def test_a_process_loads_a_converted_model_converted_or_not_at_all(tmp_path) -> None:
+    """With dmattn, and where it is not imported."""
     convert(llama()).save_pretrained(tmp_path)
-    code = ("import dmattn.integrations.transformers\n" if imported else "") + LOADS
-    run = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300, cwd=Path(__file__).parents[2]
+    loads = LOADS.format(path=str(tmp_path))
+    without, within = in_processes(
+        [loads, "import dmattn.integrations.transformers\n" + loads], "from transformers import AutoModel, LlamaForCausalLM"
     )
-    assert run.returncode == 0, run.stderr
-    decoder, model = (["loaded LlamaModel 4"] * 3, ["loaded LlamaForCausalLM 4"] * 3) if imported else (["refused"] * 3,) * 2
-    assert run.stdout.splitlines() == [*model, *["refused"] * 3, *decoder]
+    assert without.returncode == within.returncode == 0, without.stderr + within.stderr
+    assert without.stdout.splitlines() == ["refused"] * 9
+    assert within.stdout.splitlines() == ["loaded LlamaForCausalLM 4"] * 3 + ["refused"] * 3 + ["loaded LlamaModel 4"] * 3
 
 
 @whole_models
