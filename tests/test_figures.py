@@ -143,7 +143,8 @@ def test_no_text_of_the_matrix_lies_over_another(plots, name):
 
     plots.matrix(json.loads((RESULTS / f"{name}.json").read_text()), Path())
     (figure,) = plots.drawn
-    FigureCanvasAgg(figure).draw()
+    FigureCanvasAgg(figure)
+    figure.draw_without_rendering()
     ticks = [label for axes in figure.axes for label in axes.get_xticklabels()]  # some of them beyond the ends of the axis, not drawn
     found = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip() and text not in ticks]
     boxes = [(text.get_text(), text.get_window_extent()) for text in found]
