@@ -1,22 +1,20 @@
 """Two processes under DDP, FSDP2 and Accelerate give eager's loss curves and parameters, which are those of one process with both halves.
 
-Gloo on the CPU; NCCL where there are two GPUs. All that two processes train is trained in one start of them, as starting takes seconds;
-Accelerate where it is installed.
+Gloo on the CPU; NCCL where there are two GPUs; Accelerate where it is installed.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import NEEDS_CUDA
 from models import error, largest
+from processes import Processes
 from test_training import MODELS, assert_same_curve, batches
 from torch import Tensor, distributed, nn
 
@@ -91,38 +89,27 @@ def run(name: str, way: str, implementation: str, rank: int = 0, device: str = "
         integration.attention.attention = attention
 
 
-def _process(rank: int, folder: str, kind: str) -> None:
-    torch.set_num_threads(1)
-    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=PROCESSES, MASTER_ADDR="127.0.0.1", MASTER_PORT=0)  # Accelerate looks for them
-    os.environ.update({name: str(value) for name, value in place.items()})
+def runs_of_rank(rank: int, kind: str) -> dict[tuple[str, str, str], Run]:
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
-    if kind == "cuda":
-        torch.cuda.set_device(rank)
-    distributed.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=PROCESSES,
-        timeout=timedelta(seconds=500),
-    )
-    runs = {key: run(*key, rank, device) for key in itertools.product(MODELS, WAYS, IMPLEMENTATIONS)}
-    torch.save(runs, f"{folder}/{rank}")
-    distributed.destroy_process_group()
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=PROCESSES, MASTER_ADDR="127.0.0.1", MASTER_PORT=0)  # Accelerate looks for them
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in place.items():
+            patch.setenv(name, str(value))
+        return {key: run(*key, rank, device) for key in itertools.product(MODELS, WAYS, IMPLEMENTATIONS)}
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < PROCESSES, reason="needs two CUDA devices")
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=(*NEEDS_CUDA, two_gpus))])
-def test_two_processes_train_as_eager_and_as_one(kind: str, tmp_path: Path) -> None:
+def test_two_processes_train_as_eager_and_as_one(kind: str, processes: Callable[..., Processes]) -> None:
     """Losses agree to 10 TOLERANCE, parameters to a thousandth of how far they moved, and the processes with each other in every bit.
 
-    One test, as workers of pytest would each start the processes again.
+    One test, as workers of pytest would each start processes.
     """
-    torch.multiprocessing.spawn(_process, (str(tmp_path), kind), nprocs=PROCESSES)
-    processes = [torch.load(tmp_path / str(rank), weights_only=False) for rank in range(PROCESSES)]
+    found = processes(PROCESSES, kind).results(runs_of_rank, kind)
     for name, way in itertools.product(MODELS, WAYS):
-        eager, ours = ([process[name, way, implementation] for process in processes] for implementation in IMPLEMENTATIONS)
+        eager, ours = ([of_rank[name, way, implementation] for of_rank in found] for implementation in IMPLEMENTATIONS)
         alone, start = run(name, "alone", "eager"), dict(MODELS[name]().named_parameters())
         for one, other in zip(ours, eager, strict=True):
             assert_same_curve(one.losses, other.losses)
