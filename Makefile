@@ -54,8 +54,8 @@ pytest = OMP_NUM_THREADS=$(THREADS) $(python) -m pytest $$($(python) -c "from im
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
 	@echo "make test          all tests: the PyTorch path (and the GPU, where there is one), then the kernels in Triton's interpreter"
-	@echo "make test-full     the same with more random problems, every architecture called in every way and every launch compiled,"
-	@echo "                   then make test-replay and make test-processors"
+	@echo "make test-full     the same with more random problems and all that make test leaves out: every architecture called in every way,"
+	@echo "                   every launch compiled; then make test-replay and make test-processors"
 	@echo "make test-replay   repeated calls compared with the calls themselves (DMATTN_REPLAY=check), in the GPU's tests of the functions"
 	@echo "make test-processors  what judges numbers in the first half, by each instruction set of this processor (ATEN_CPU_CAPABILITY:"
 	@echo "                   default, avx2, avx512), with one thread and with two"

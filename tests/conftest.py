@@ -67,6 +67,9 @@ def few_in_the_interpreter(product: Iterable[tuple], are_among: Callable[..., bo
     return [each for each in product if not interpreting() or os.environ.get("DMATTN_FULL") or are_among(*each)]
 
 
+in_a_full_run = pytest.mark.skipif(not os.environ.get("DMATTN_FULL"), reason="like another one, in a full run (DMATTN_FULL=1) alone")
+"""For a member of a parametrisation that shows little which the others do not, and takes seconds on a CPU."""
+
 LEFT_OUT = pytest.StashKey[Counter]()
 
 

@@ -13,7 +13,8 @@ from types import ModuleType
 
 import pytest
 import torch
-from test_benchmarks import BENCHMARKS, check_environment, plotted, run
+from conftest import in_a_full_run
+from test_benchmarks import BENCHMARKS, check_environment, plotted, refusal, run
 
 from dmattn.execution.backend import interpreting
 
@@ -30,7 +31,7 @@ def scripts(monkeypatch) -> ModuleType:
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
-def test_matrix_measures_rows_in_processes_of_their_own(tmp_path):
+def test_matrix_measures_rows_in_processes_of_their_own(tmp_path, monkeypatch, capsys):
     names = ["fp32_d64", "t5_512_pad", "decode_4k_b64"]
     arguments = ["--tiny", "--rows", *names, "--peers", "flex", "sdpa", "eager", "trifast", "--jobs", "2"]
     code, printed, result = run("matrix.py", tmp_path, *arguments)
@@ -65,10 +66,8 @@ def test_matrix_measures_rows_in_processes_of_their_own(tmp_path):
     assert added["means"]["all"]["of"] == 4
     target = tmp_path / "result.json"
     target.write_text(json.dumps({**added, "environment": {**added["environment"], "sources": "others"}}))
-    command = [sys.executable, str(BENCHMARKS / "matrix.py"), "--tiny", "--device", "cpu", "--json", str(target), "--add"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "--add: expected a result of the sources at hand" in done.stderr
+    said = refusal("matrix.py", ["--tiny", "--device", "cpu", "--json", str(target), "--add"], monkeypatch, capsys)
+    assert "--add: expected a result of the sources at hand" in said
 
 
 def test_rows_are_many_and_of_every_kind(scripts):
@@ -353,7 +352,7 @@ def test_ratios_are_medians_of_pairs(scripts, capsys):
     assert against.show([{**first, **against.judged([], "the other: no such keyword")}]) == 1
 
 
-@pytest.mark.parametrize("is_slower", [True, False])
+@pytest.mark.parametrize("is_slower", [True, pytest.param(False, marks=in_a_full_run)])
 def test_against_fails_where_this_version_is_slower(is_slower, tmp_path):
     """Two copies of the package, one of which waits in each call: measured by the one's scripts beside the other's package."""
     slow, quick = tmp_path / "slow", tmp_path / "quick"

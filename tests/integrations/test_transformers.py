@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NEEDS_CUDA, needs_cuda
+from conftest import NEEDS_CUDA, in_a_full_run, needs_cuda
 from models import (
     LENGTH,
     PADDING,
@@ -283,9 +283,16 @@ def test_greedy_generation_gives_the_tokens_of_eager(family: Family, cache: str,
 
 
 @pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize("make", [llama, t5])
+@pytest.mark.parametrize(
+    ("make", "padding", "device"),
+    [
+        (llama, "none", "cpu"),
+        pytest.param(llama, "left", "cpu", marks=in_a_full_run),
+        pytest.param(t5, "none", "cpu", marks=in_a_full_run),
+        (t5, "left", "cpu"),
+        *(pytest.param(make, padding, "cuda", marks=NEEDS_CUDA) for make in (llama, t5) for padding in ("none", "left")),
+    ],
+)
 def test_a_compiled_model_has_no_graph_break(make: Callable[[], nn.Module], padding: str, device: str) -> None:
     """The whole model is one graph, forward and backward. On a CPU it runs as traced, without inductor's C++ compiler.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NEEDS_CUDA
+from conftest import NEEDS_CUDA, in_a_full_run
 from models import LENGTH, PADDING, VOCABULARY, assert_equal_steps, batch_for, build, train_step
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -232,8 +232,14 @@ LONG = 2048
 
 
 @whole_model
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("name", ["t5", "umt5", "switch"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        *((name, False) for name in ("t5", "umt5", "switch")),
+        ("t5", True),
+        *(pytest.param(name, True, marks=in_a_full_run) for name in ("umt5", "switch")),
+    ],
+)
 def test_no_tensor_of_quadratic_size_is_made(name: str, checkpointing: bool, calls: list[dict]) -> None:
     """In a step forward and backward; what attention computes inside, an operator here, is in chunks of its own."""
     model = MODELS[name][0]()
