@@ -9,7 +9,7 @@ import torch
 from conftest import needs_cuda
 from torch import Tensor
 
-from dmattn import attention
+from dmattn import BlockMask, IntervalMask, attention
 from dmattn.execution import replay
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -37,6 +37,17 @@ def placed(x: Tensor, how: str) -> Tensor:
     if how == "begins-unaligned":
         return torch.nn.functional.pad(x, (1, 0))[..., 1:]
     return x
+
+
+def masked(kind: str, batch: int, lengths: tuple[int, int]) -> Tensor | IntervalMask | BlockMask:
+    """A mask of a kind for each batch entry; of blocks the same for all."""
+    if kind == "documents":
+        return IntervalMask.documents(torch.arange(lengths[0], device="cuda").expand(batch, -1) // 200)
+    mask = torch.rand(batch if kind == "pairs" else 1, 1, *lengths, device="cuda") < 0.7
+    if kind == "pairs":
+        return mask
+    mask[..., :128, 128:] = False
+    return BlockMask.from_mask(mask)
 
 
 @pytest.fixture
@@ -73,8 +84,11 @@ def test_numbers_are_copied_there_and_back(shape: tuple[int, ...], how: str) -> 
         ((9,), 4, (333, 517), 80, (1, 4), dict(softcap=20.0)),
         ((2, 24), 2, (333, 333), 32, (2, 1, 2), {}),
         ((3,), 4, (393, 393), 192, (1, 4), dict(window=(200, 180))),
+        ((12,), 4, (393, 393), 64, (1, 4), dict(mask="documents")),
+        ((8,), 8, (333, 333), 128, (1, 8), dict(mask="pairs")),
+        ((8,), 8, (333, 333), 128, (1, 8), dict(mask="blocks")),
     ],
-    ids=["members-of-4", "d128", "heads-share", "softcap-d80", "leading-axes", "wide-window"],
+    ids=["members-of-4", "d128", "heads-share", "softcap-d80", "leading-axes", "wide-window", "documents", "mask-of-pairs", "block-mask"],
 )
 def test_results_are_those_of_a_padded_bias(
     leading: tuple[int, ...],
@@ -99,6 +113,8 @@ def test_results_are_those_of_a_padded_bias(
     query, d_out = (torch.randn(*leading, heads, lengths[0], dim, device="cuda").to(dtype) for _ in range(2))
     key, value = (torch.randn(*leading, heads, lengths[1], dim, device="cuda").to(dtype) for _ in range(2))
     numbers = torch.randn(*bias_shape, *lengths, device="cuda").to(dtype)
+    if "mask" in options:
+        options = options | dict(mask=masked(options["mask"], leading[0], lengths))
     padded = torch.nn.functional.pad(numbers, (0, -lengths[1] % 8))[..., : lengths[1]]
     found = []
     for bias in (placed(numbers, how), padded):
