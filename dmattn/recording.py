@@ -12,11 +12,15 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """Writes down what its thread does. It is no longer `complete` once something cannot be repeated from what it wrote."""
+    """Writes down what its thread does. It is no longer `complete` once something cannot be repeated from what it wrote.
+
+    It `grows` if the same launches serve calls with more keys, too: those of :func:`keys_may_grow`.
+    """
 
     complete: bool
+    grows: bool
 
-    def launched(self, compiled: Any, programs: int, arguments: tuple) -> None:
+    def launched(self, compiled: Any, programs: int, arguments: dict[str, Any]) -> None:
         """A kernel was launched, as Triton compiled it, on a grid of one axis."""
 
 
@@ -36,6 +40,13 @@ def recorded_by(writer: Recorder) -> Iterator[None]:
         yield
     finally:
         del _thread.recorder
+
+
+def keys_may_grow() -> None:
+    """Say that with a few keys more the thread does the same, but for the lengths and strides of tensors that it passes on."""
+    writer = recorder()
+    if writer is not None:
+        writer.grows = True
 
 
 def not_to_be_repeated() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import rehearsal, selection
+from ..growing import decoding
 from ..problem import Gradients, Problem
 from . import backend
 from .replay import replayed
@@ -42,7 +43,7 @@ def forward(problem: Problem) -> Forward:
     return _attended(problem)
 
 
-@replayed
+@replayed(growing=decoding)
 def checked_forward(*arguments: Any) -> Forward:
     """The same of the arguments of :meth:`Problem.canonical`."""
     return _attended(Problem.canonical(*arguments))

@@ -40,6 +40,7 @@ class Record(NamedTuple):
     returned: set[int]  # numbers in it
     constants: dict[str, Any]
     meanings: dict[str, str]  # of constants whose own text does not say it
+    grows: bool  # whether it serves calls with more keys
 
     def needed(self) -> list[tuple[Step, list[int]]]:
         """The steps, but for making tensors that nothing reads; with each the tensors that are not needed after it."""

@@ -29,6 +29,7 @@ _ALLOCATING = (
 )
 _unknown: set[str] = set()
 _KNOWN = ("launch", "global_scratch_size", "profile_scratch_size")  # what is asked of Triton's launcher
+STRIDED = ("ptr", "batch", "head", "row", "col")  # how `kernels.base.layout.Strided` begins: a tensor and its strides
 ADDRESSES = 64  # of tensors, such as those of layers, for which a launch keeps its descriptor encoded, in 470 bytes each
 
 
@@ -38,8 +39,13 @@ class Recorder(TorchDispatchMode):
     How its lines name tensors, addresses and constants :mod:`.record` says.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], growing: Sequence[int] = ()) -> None:
+        """`growing`: the places of tensors with four axes that may have more keys in another call; the first has keys (B, Hk, Sk, D)."""
         super().__init__()
+        self.growing = growing
+        self.grown: list[int] = []  # the numbers of these tensors
+        self.grows = False
+        self.is_fixed = False  # as something was done with such a tensor by its length that is written down
         self.first: Any = None  # argument
         self.count = 0  # numbers given
         self.given = 0  # those of arguments
@@ -57,6 +63,8 @@ class Recorder(TorchDispatchMode):
         """The arguments of the call, with tensors that are objects of their own: in another call they may be other tensors."""
         taken = []
         for place, x in enumerate(arguments):
+            if place in self.growing:
+                self.grown.append(self.count)
             if not isinstance(x, tuple):
                 self.parameters.append(f"t{self.count}")
                 taken.append(self._operand(x))
@@ -78,14 +86,18 @@ class Recorder(TorchDispatchMode):
             self.first = x if self.first is None else self.first
         return x
 
-    def launched(self, compiled: Any, programs: int, arguments: tuple) -> None:
+    def launched(self, compiled: Any, programs: int, named: dict[str, Any]) -> None:
         """A kernel was launched."""
         reads: set[int] = set()
+        arguments = tuple(named.values())
         runner, stream = compiled[programs, 1, 1], _Source("stream")
         launcher = _launcher_past_python(compiled)
         kernel = getattr(compiled, "name", "kernel")
         launch, expand = _past_descriptors(getattr(launcher, "launch", None), sum(map(_is_descriptor, arguments)))
         given = tuple(self._descriptor(x, next(expand), reads) if _is_descriptor(x) else self._part(x, self._address, reads) for x in arguments)
+        if self.grown:
+            length = _Source(f"t{self.grown[0]}.shape[2]")
+            given = tuple(length if name == "len_k" else x for name, x in zip(named, given, strict=True))
         if launcher is None:
             meaning = f"{kernel} at {id(compiled):#x} on {programs} programs"  # the runner is another object in each call
             line = f"{self._constant(runner, meaning)}{self._source(given)[:-1]}stream=stream)"
@@ -101,6 +113,7 @@ class Recorder(TorchDispatchMode):
         keywords = keywords or {}
         results = operator(*arguments, **keywords)
         made = results if isinstance(results, (tuple, list)) else (results,)
+        self.is_fixed |= any(isinstance(x, Tensor) and self._known(x) in self.grown for x in arguments)
         if not _is_blind(operator) or any(isinstance(x, Tensor) for x in keywords.values()):
             self.complete = False
         if not all(isinstance(x, Tensor) and x.device == self.first.device for x in made):
@@ -131,7 +144,17 @@ class Recorder(TorchDispatchMode):
         ending = f"return {self._source(self._part(result, self._whole, returned))}"
         if not self.complete:
             return None
-        described = (self.parameters, self.opening, self.given, self.steps, ending, returned, self.constants, self.meanings)
+        described = (
+            self.parameters,
+            self.opening,
+            self.given,
+            self.steps,
+            ending,
+            returned,
+            self.constants,
+            self.meanings,
+            self.grows and not self.is_fixed,
+        )
         return Record(self.function, self.first.device.index, *described)
 
     def _constant(self, x: Any, meaning: str = "") -> str:
@@ -175,6 +198,7 @@ class Recorder(TorchDispatchMode):
         while number in self.views:
             number, further = self.views[number]
             offset += further
+            self.is_fixed |= number in self.grown
         reads.add(number or 0)
         return _Source(f"p{number} + {self._constant(offset)}" if offset else f"p{number}")
 
@@ -191,9 +215,18 @@ class Recorder(TorchDispatchMode):
         if isinstance(x, Tensor):
             return of_tensor(x, reads)
         if isinstance(x, tuple):
-            return tuple(self._part(value, of_tensor, reads) for value in x)
+            parts = tuple(self._part(value, of_tensor, reads) for value in x)
+            return self._with_strides(x, parts) if self.grown and getattr(x, "_fields", ())[: len(STRIDED)] == STRIDED else parts
         self.complete &= not (_is_descriptor(x) or (isinstance(x, list) and any(isinstance(value, Tensor) for value in x)))
         return x
+
+    def _with_strides(self, x: Any, parts: tuple) -> tuple:
+        """The parts of a tensor with its strides: of one that grows, its strides in each call. They are 0 along an axis of 1."""
+        number = self._known(x.ptr)
+        if number not in self.grown:
+            return parts
+        strides = [_Source(f"t{number}.stride({axis})") if stride else stride for axis, stride in enumerate(parts[1 : len(STRIDED)])]
+        return parts[0], *strides, *parts[len(STRIDED) :]
 
 
 def _launcher_past_python(compiled: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from itertools import zip_longest
 from typing import Any
 
@@ -34,13 +34,22 @@ _devices: tuple[str, ...]  # types of those whose calls are repeated: Triton's l
 _checks: bool  # whether a record that is made is to be compared with the call
 
 
-def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+Looks = tuple[Any, ...]  # of the arguments of a call
+Growing = Callable[[Sequence[Any], Looks], tuple[Looks, tuple[int, ...]] | None]
+
+
+def replayed(function: Callable[..., Any] | None = None, *, growing: Growing | None = None) -> Callable[..., Any]:
     """`function`, without autocast; where the device of its first tensor is CUDA's, calls that look alike are repeated from a record.
 
     Arguments are tensors, None, values of other types that can be hashed, and tuples of these; the first is a tensor or begins with one. The
     result is a tensor, a tuple of tensors and such values (a named one becomes a plain one), or None. The function acts by what
     :func:`_look` sees, and it launches by :func:`dmattn.kernels.base.launch.launch`.
+
+    `growing`: of arguments and their looks, what they look like without the number of keys, and which of them have keys; None where another
+    number may be another plan. Such calls share a record if the function says so (:func:`dmattn.recording.keys_may_grow`).
     """
+    if function is None:
+        return partial(replayed, growing=growing)
     records: dict[tuple, Callable[..., Any] | None] = {}  # None: what it did cannot be repeated
 
     @wraps(function)
@@ -54,7 +63,9 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
         try:
             key = (*map(_look, arguments), dot_precision(first.dtype))
-            record = records.get(key)
+            grown = None if growing is None else growing(arguments, key)
+            record = None if grown is None else records.get(grown[0])
+            record = records.get(key) if record is None else record
         except (TypeError, RuntimeError):  # a value without hash, a tensor without strides: what is wrong with it the function says
             return function(*arguments)
         if record is not None:
@@ -63,8 +74,9 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
         for oldest in list(records)[: max(0, len(records) - MOST + 1)]:  # of a copy: other threads may change the records meanwhile
             records.pop(oldest, None)
-        result, done = _recorded(function, arguments)
-        records[key] = done and (_checking(done) if _checks else written(done))
+        shared, places = grown or (key, ())
+        result, done = _recorded(function, arguments, places)
+        records[shared if done is not None and done.grows else key] = done and (_checking(done, places) if _checks else written(done))
         return result
 
     _forgetting.append(records.clear)
@@ -104,35 +116,35 @@ def _unseen() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
 
 
-def _recorded(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Record | None]:
+def _recorded(function: Callable[..., Any], arguments: Sequence[Any], growing: tuple[int, ...] = ()) -> tuple[Any, Record | None]:
     """The result of a call, and what it did; None where that cannot be repeated."""
-    writer = Recorder(function)
+    writer = Recorder(function, growing)
     taken = writer.take(arguments)
     with recorded_by(writer), writer:
         result = function(*taken)
     return result, writer.record(result)
 
 
-def _checking(record: Record) -> Callable[..., Any]:
+def _checking(record: Record, growing: tuple[int, ...]) -> Callable[..., Any]:
     """What repeats a record once the call itself has done the same."""
     repeat, expected = written(record), record.described()
 
     def check(*arguments: Any) -> Any:
         if not _unseen():
-            _compare(record, expected, arguments)
+            _compare(record, expected, arguments, growing)
         return repeat(*arguments)
 
     return check
 
 
-def _compare(record: Record, expected: list[str], arguments: Sequence[Any]) -> None:
+def _compare(record: Record, expected: list[str], arguments: Sequence[Any], growing: tuple[int, ...]) -> None:
     """Make the call of a record, whose results are dropped, and raise where it does something else. Its random numbers are put back."""
     devices = [] if record.device is None else [record.device]
     drawn_by_graph = bool(devices) and torch.cuda.is_current_stream_capturing()  # whose generator may not be read
     differs = f"dmattn: DMATTN_REPLAY=check: {record.function.__qualname__} differs from the record of a call that looks alike"
     try:
         with torch.random.fork_rng(devices, enabled=not drawn_by_graph):
-            done = _recorded(record.function, arguments)[1]
+            done = _recorded(record.function, arguments, growing)[1]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:

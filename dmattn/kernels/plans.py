@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torch
 import triton
 
+from ..growing import whole
 from . import hopper_plans
 from .base import tiles
 from .base.tiles import FEW_ROWS, Tile, block_dim
@@ -98,19 +99,21 @@ def split_keys(traits: Traits) -> Iterator[str]:
         yield without_tile(traits)
         return
     packing = portable_split_keys.Packing.of(limits, group, traits.len_q, traits.kv_heads * traits.batch)
-    visible, are_few = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), traits.len_q <= FEW_ROWS
+    seen, are_few = portable_split_keys.visible_keys(traits.len_q, traits.len_k, traits.left, traits.right), traits.len_q <= FEW_ROWS
+    visible = whole(seen)
     is_masked = not traits.features.isdisjoint(MASKS)
     in_one_tile, is_packed = group > 1 and traits.len_q <= packing.queries, not traits.features.isdisjoint(PACKED)
     is_small, are_many = 2 * traits.len_q <= FEW_ROWS and not is_packed, visible >= 2 * portable_split_keys.LEAST_KEYS
     if in_one_tile and (is_small or (are_many and (group > 2 or packing.programs >= traits.processors))):
         return
-    read = traits.batch * traits.kv_heads * traits.len_k * (traits.head_dim + traits.value_dim) * traits.dtype.itemsize
+    dims = traits.head_dim + traits.value_dim
+    read = portable_split_keys.bytes_of_keys(traits.batch * traits.kv_heads, traits.len_k, dims, traits.dtype)
     if are_few and is_masked and visible <= _KEYS_WITHOUT_LISTS and not is_packed and read < portable_split_keys.LISTED_BYTES:
         return
     work = portable_split_keys.Work(group, traits.len_q, visible, traits.batch * traits.heads * traits.len_q * traits.value_dim, is_masked)
     if work.worthwhile(work.most) == 1:
         rows = f"{traits.len_q} queries" + ("" if group == 1 else f" of {group} heads that share keys")
-        yield f"is for few queries over more keys, as in decoding: to split {visible} visible keys of {rows} would save less than merging takes"
+        yield f"is for few queries over more keys, as in decoding: to split {seen} visible keys of {rows} would save less than merging takes"
     most = traits.processors if are_few else traits.processors // 2
     if packing.programs > most and not in_one_tile:
         yield f"is for keys that fewer programs would read: {packing.programs} fill {traits.processors} multiprocessors, it splits up to {most}"

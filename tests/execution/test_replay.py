@@ -651,3 +651,82 @@ def test_a_graph_captures_repeated_calls(repeated: list[int]) -> None:
     assert repeated
     graph.replay()
     assert torch.equal(out, expected)
+
+
+GROWING = {
+    "plain": {},
+    "causal": dict(causal=True),
+    "window": dict(causal=True, window=(999, 0)),
+    "mask-of-keys": dict(mask=(2, 1, 1)),
+    "mask-of-pairs": dict(mask=(2, 1, 3), queries=3),
+    "bias-of-keys": dict(bias=(2, 2, 1)),
+    "bias-of-heads-and-pairs": dict(bias=(1, 8, 3), queries=3, softcap=30.0),
+    "bias-of-a-head": dict(bias=(1, 1, 1)),
+    "sinks": dict(sinks=True, causal=True),
+    "one-kv-head": dict(kv_heads=1),
+}
+
+
+def checked(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple:
+    """What `attention` calls of these arguments; within `launches` it goes by the operator instead."""
+    options = dict.fromkeys(("mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks"))
+    return passes.checked_forward(query, key, value, *(options | dict(causal=False, dropout_p=0.0) | given).values())
+
+
+@on_a_cpu
+@pytest.mark.parametrize("layout", ["heads-first", "tokens-first", "in-a-longer-cache"])
+@pytest.mark.parametrize("options", GROWING.values(), ids=GROWING)
+def test_a_cache_that_grows_repeats_records_of_other_lengths(options: dict, layout: str, launches: Launches) -> None:
+    """And what is launched is what a call of that length launches, without records."""
+    options = dict(options)
+    len_q, kv_heads = options.pop("queries", 1), options.pop("kv_heads", 2)
+    query = torch.randn(2, 8, len_q, 64, dtype=torch.bfloat16)
+    sinks = torch.randn(8) if options.pop("sinks", False) else None
+
+    def call(len_k: int) -> list[tuple]:
+        tokens = 4096 if layout == "in-a-longer-cache" else len_k
+        if layout == "tokens-first":
+            key, value = (torch.randn(2, tokens, kv_heads, 64, dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
+        else:
+            key, value = (torch.randn(2, kv_heads, tokens, 64, dtype=torch.bfloat16)[:, :, :len_k] for _ in range(2))
+        given = dict(options)
+        if "mask" in given:
+            given["mask"] = torch.rand(*given["mask"], len_k) < 0.5
+        if "bias" in given:
+            given["bias"] = torch.randn(*given["bias"], len_k, dtype=torch.bfloat16)
+        out, lse, *_ = checked(query, key, value, sinks=sinks, **given)
+        return launches.taken([query, key, value, given.get("mask"), given.get("bias"), sinks, out, lse])
+
+    lengths = [*range(255, 262), *range(380, 388), *range(1000, 1060), 2047, 2048, 2049, 2050, 3000]
+    with launches:
+        repeated = [call(len_k) for len_k in lengths]
+        asked = launches.asked
+        replay.switch("0")
+        alone = [call(len_k) for len_k in lengths]
+    assert repeated == alone
+    assert asked < (launches.asked - asked) / 2  # most lengths have a record of another one
+
+
+@on_a_cpu
+def test_another_plan_has_another_record(launches: Launches) -> None:
+    """Lengths that Triton compiles for by themselves, other kinds of strides, and masks that the kernels list."""
+    query = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
+
+    def asked(key: Tensor, **given: Any) -> int:
+        before = launches.asked
+        checked(query, key, key.clone(), **given)
+        return launches.asked - before
+
+    key = torch.randn(1, 2, 1024, 72, dtype=torch.bfloat16)
+    with launches:
+        assert asked(key[:, :, :1001, :64])
+        assert not asked(key[:, :, :1002, :64])
+        assert asked(key[:, :, :1008, :64])  # a multiple of 16
+        assert asked(key[:, :, :1024, :64])  # whole tiles
+        assert asked(key[:, :, :800, :64])
+        assert asked(key[:, :, :1002, 3:67])  # begins elsewhere
+        assert asked(key[:, :, :1002, :64].contiguous())
+        assert not asked(key[:, :, :1003, :64].contiguous())
+        assert asked(key[:, :, :1003, :64].contiguous(), causal=True)
+        assert asked(key[:, :, :1003, :64], bias=torch.randn(1, 8, 1, 1))
+        assert asked(key[:, :, :1004, :64], bias=torch.randn(1, 8, 1, 1))  # its last axis is no axis of keys

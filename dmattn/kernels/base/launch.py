@@ -59,7 +59,7 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     if compiled is None:  # Triton's interpreter has run the kernel, or a hook of Triton's has taken it over
         writer.complete = False
     else:
-        writer.launched(compiled, programs, tuple(arguments[name] for name in kernel.arg_names))
+        writer.launched(compiled, programs, {name: arguments[name] for name in kernel.arg_names})
 
 
 def hooked() -> bool:

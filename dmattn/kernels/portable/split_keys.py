@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...growing import whole
 from ...problem import Problem
+from ...recording import keys_may_grow
 from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import (
@@ -113,7 +115,7 @@ class Work(NamedTuple):
 
     group: int  # heads that share keys
     len_q: int
-    visible: int  # `visible_keys`
+    visible: int  # `visible_keys`, as plans count them
     results: int  # elements of out
     is_masked: bool
 
@@ -142,7 +144,7 @@ def plan_of(problem: Problem) -> Plan:
     packing = Packing.of(limits, group, len_q, kv_heads * batch)
     differs = any(x is not None and x.shape[0] > 1 for x in (problem.mask, problem.blocks))
     uneven = differs and problem.key.shape[3] + problem.value.shape[3] >= DIMS_UNDER_A_MASK
-    count, visible = processors(problem.query.device), visible_keys(len_q, len_k, problem.left, problem.right)
+    count, visible = processors(problem.query.device), whole(visible_keys(len_q, len_k, problem.left, problem.right))
     fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * count // packing.programs
     read = visible * (problem.key.shape[3] + problem.value.shape[3]) * problem.key.element_size()
     if packing.programs >= MOST_PROCESSORS * count and read <= BYTES_OF_ONE and not differs:
@@ -178,11 +180,21 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     )
     if parts is not None:
         merge_splits(problem, parts, sinks, out, lse)
+    if not listed and problem.order is None and problem.ends_q is None:
+        keys_may_grow()
 
 
 def reads_lists(problem: Problem) -> bool:
     """Whether programs visit the blocks that a list names, not all."""
-    return not _mask_by_head(problem) and sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) >= LISTED_BYTES
+    if _mask_by_head(problem):
+        return False
+    *leading, len_k, head_dim = problem.key.shape
+    return bytes_of_keys(math.prod(leading), len_k, head_dim + problem.value.shape[-1], problem.key.dtype) >= LISTED_BYTES
+
+
+def bytes_of_keys(heads: int, len_k: int, dims: int, dtype: torch.dtype) -> int:
+    """Those of keys and values of so many heads, with `dims` together, as plans count them."""
+    return heads * whole(len_k) * dims * dtype.itemsize
 
 
 def merge_splits(problem: Problem, parts: Parts, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
