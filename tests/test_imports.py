@@ -78,7 +78,7 @@ LAYERS = (
         "unions",
         "versions",
     ),
-    ("advice", "mask_checks"),
+    ("advice", "growing", "mask_checks"),
     ("biases", "mask_mods", "masks"),
     ("block_mask", "fields"),
     ("checks",),
@@ -121,7 +121,8 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-BELOW_KERNELS = {"bits", "broadcast", "dropout", "notices", "own_rows", "precision", "problem", "recording", "rehearsal", "selection", "states"}
+BELOW_KERNELS = {"bits", "broadcast", "dropout", "growing", "notices", "own_rows", "precision", "problem"}
+BELOW_KERNELS |= {"recording", "rehearsal", "selection", "states"}
 
 
 CODES = {"import": "import dmattn", "call": CALL, "packed": PACKED, "help": HELP, "masks": MASKS, "seen": "import dmattn, torch._dynamo"}
