@@ -1,4 +1,5 @@
-"""Kernels, over `bits`, `broadcast`, `dropout`, `notices`, `own_rows`, `precision`, `problem`, `recording`, `rehearsal`, `selection`, `states`.
+"""Kernels, over `bits`, `broadcast`, `dropout`, `growing`, `notices`, `own_rows`, `precision`, `problem`, `recording`,
+`rehearsal`, `selection`, `states`.
 
 `dispatch` has the table of kernels, which decides by the `traits` of a call, among them its `features`; `plans`, and `narrow_heads` for the
 narrowest, say why a row does not serve, in the words of `reasons`. `run` calls what is chosen. docs/architecture.md follows a call through
