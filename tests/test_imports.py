@@ -22,6 +22,16 @@ query, key, value = (torch.randn(1, 2, 8, 16, requires_grad=True) for _ in range
 bias = torch.randn(1, 2, 8, 8, requires_grad=True)
 dmattn.attention(query, key, value, bias=bias, causal=True).sum().backward()
 """
+ON_A_GPU = f"""{CALL}
+from dmattn.execution import backend, replay
+from dmattn.problem import Problem
+replay.switch("1", "cpu")  # the recorder of a GPU's calls
+dmattn.attention(query, key, value, bias=bias, causal=True).sum().backward()
+query = torch.empty(1, 2, 8, 16, device="meta")  # a rehearsal of the kernels
+problem = Problem.canonical(query, query.mT.contiguous().mT, query, mask=None, bias=None, causal=True, window=None, scale=None, softcap=None)
+backend.allocate_forward(problem)
+backend.allocate_backward(problem, (True,) * 5)
+"""
 PACKED = """
 import torch, dmattn
 rows = torch.randn(8, 2, 16, requires_grad=True)
@@ -125,7 +135,15 @@ BELOW_KERNELS = {"bits", "broadcast", "dropout", "growing", "notices", "own_rows
 BELOW_KERNELS |= {"recording", "rehearsal", "selection", "states"}
 
 
-CODES = {"import": "import dmattn", "call": CALL, "packed": PACKED, "help": HELP, "masks": MASKS, "seen": "import dmattn, torch._dynamo"}
+CODES = {
+    "import": "import dmattn",
+    "call": CALL,
+    "on-a-gpu": ON_A_GPU,
+    "packed": PACKED,
+    "help": HELP,
+    "masks": MASKS,
+    "seen": "import dmattn, torch._dynamo",
+}
 
 
 @cache

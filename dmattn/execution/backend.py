@@ -108,8 +108,18 @@ def allocate_backward(problem: Problem, needs: Sequence[bool], pads: bool = True
     for name, need in zip(Gradients._fields, needs, strict=True):
         x = getattr(problem, name)
         if need and x is not None:
-            made[name] = torch.empty_like(x) if name != "bias" else _empty_d_bias(x) if pads else x.new_empty(x.shape)
+            made[name] = _empty_like(x) if name != "bias" else _empty_d_bias(x) if pads else x.new_empty(x.shape)
     return Gradients(**made)
+
+
+def _empty_like(x: Tensor) -> Tensor:
+    """torch.empty_like, which imports sympy for tensors of "meta": a second of the first call, whose kernels are found on such tensors."""
+    if not x.is_meta:
+        return torch.empty_like(x)
+    span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    if span == x.numel():
+        return x.new_empty_strided(x.shape, x.stride())
+    return torch.empty_permuted(x.shape, sorted(range(x.ndim), key=x.stride, reverse=True), dtype=x.dtype, device=x.device)
 
 
 def _empty_d_bias(bias: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ has a record is also made, under another recorder. Where the two differ in a lau
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from itertools import zip_longest
@@ -121,8 +122,14 @@ def _recorded(function: Callable[..., Any], arguments: Sequence[Any], growing: t
     writer = Recorder(function, growing)
     taken = writer.take(arguments)
     with recorded_by(writer), writer:
-        result = function(*taken)
+        result = _untraced(function)(*taken)
     return result, writer.record(result)
+
+
+def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, of whose frames, those of the recorder among them, torch.compile traces none, where somebody has imported it."""
+    disable = getattr(sys.modules.get("torch._dynamo"), "disable", None)
+    return function if disable is None else disable(function)
 
 
 def _checking(record: Record, growing: tuple[int, ...]) -> Callable[..., Any]:

@@ -30,12 +30,17 @@ try:
     from triton.runtime._async_compile import FutureKernel, active_mode
 except ImportError:  # before Triton 3.6: kernels compile when they are launched
     FutureKernel, active_mode = object, None
+try:
+    from triton.runtime.cache import triton_key
+except ImportError:
+    triton_key = None
 
 # There, reading a kernel's source in one thread may break ast.parse in another: https://github.com/python/cpython/issues/106905
 READS_ALONE = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
 
 _cores = BoundedSemaphore(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 _lock = Lock()
+_hashing: Thread | None = None
 _NAME = "dmattn-compile"  # of threads
 _compiling: dict[tuple[torch.device | None, str], Future] = {}  # now, by device, as each loads a kernel for itself, and Triton's key
 
@@ -141,6 +146,20 @@ class Ahead:
             active_mode.reset(before)
 
 
+def begin_hashing() -> None:
+    """Hash Triton's own files, which is part of each kernel's key, while the driver starts: either takes most of a second of a first call."""
+    global _hashing
+    if _hashing is None and triton_key is not None:
+        with suppress(RuntimeError):
+            _hashing = _in_background(triton_key)
+
+
+def hashed() -> None:
+    """Wait for that: Triton would begin again by itself."""
+    if _hashing is not None:
+        _hashing.join()
+
+
 def finish() -> None:
     """Wait until nothing is compiled any more in this process: who compiles slows the host, and so the launches of others."""
     while threads := [thread for thread in enumerate_threads() if thread.name == _NAME]:
@@ -148,6 +167,8 @@ def finish() -> None:
             thread.join()
 
 
-def _in_background(work: Callable[..., None], *arguments: Any) -> None:
+def _in_background(work: Callable[..., Any], *arguments: Any) -> Thread:
     # No daemon, as a thread of autograd is: the interpreter would end, and the compiler's code with it, in the middle of a compilation.
-    Thread(target=work, args=arguments, name=_NAME, daemon=False).start()
+    thread = Thread(target=work, args=arguments, name=_NAME, daemon=False)
+    thread.start()
+    return thread

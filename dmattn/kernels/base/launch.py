@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...recording import recorder
 from ...rehearsal import Pass, following
-from .ahead import Ahead
+from .ahead import Ahead, begin_hashing, hashed
 from .assembler import assembling_for
 from .device import device_family, rehearsing
 from .overlap import overlap_options
@@ -27,6 +27,7 @@ def launching(x: Tensor, *passes: Pass) -> Iterator[None]:
     """Launch on the device of `x`, which need not be the current one, and compile for it: at the first of them all kernels of the `passes`."""
     with ExitStack() as stack:
         if x.is_cuda:
+            begin_hashing()
             stack.enter_context(torch.cuda.device(x.device))
             stack.enter_context(Ahead(x.device, passes).active())
         stack.enter_context(assembling_for(device_family(x.device)))
@@ -50,7 +51,9 @@ def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     if rehearsing():
         kernel.warmup(grid=(programs,), **arguments, **overlap_options())
         return
-    compiled = kernel[(programs,)](**arguments, **overlap_options())
+    options = overlap_options()
+    hashed()
+    compiled = kernel[(programs,)](**arguments, **options)
     writer = recorder()
     if writer is None:
         return
