@@ -14,6 +14,8 @@ def per_query_head(x: Tensor, heads: int) -> Tensor:
 
 def sum_to(gradient: Tensor, shape: Sequence[int]) -> Tensor:
     """The adjoint: a gradient (..., H, n, m) summed over the axes, and within the groups, on which `shape` was broadcast."""
+    if gradient.is_meta:
+        return gradient.new_empty(shape)  # as sums of such tensors import sympy, a second of a first call
     if len(shape) > 2 and shape[-3] != 1 and shape[-3] != gradient.shape[-3]:
         gradient = gradient.unflatten(-3, (shape[-3], -1)).sum(-3)
     return gradient.sum_to_size(shape)

@@ -15,8 +15,10 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
+from inspect import getclosurevars
 from threading import BoundedSemaphore, Lock, Thread, main_thread
 from threading import enumerate as enumerate_threads
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -39,7 +41,7 @@ except ImportError:
 READS_ALONE = (3, 11) <= sys.version_info < (3, 11, 8) or (3, 12) <= sys.version_info < (3, 12, 2)
 
 _cores = BoundedSemaphore(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-_lock = Lock()
+_lock, _reading = Lock(), Lock()
 _hashing: Thread | None = None
 _NAME = "dmattn-compile"  # of threads
 _compiling: dict[tuple[torch.device | None, str], Future] = {}  # now, by device, as each loads a kernel for itself, and Triton's key
@@ -110,7 +112,7 @@ class Ahead:
             with _cores, self._on_device(), assembling_for(self.target[0]):
                 if not main_thread().is_alive():
                     raise RuntimeError("dmattn: the interpreter ends: nothing more is compiled")
-                kernel = compile_it()
+                kernel = _read_in_turn(compile_it)()
                 if self.device is not None:
                     triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # which Triton 3.6 compiles too, and keeps
             finish(kernel)  # which lets launches find it
@@ -165,6 +167,20 @@ def finish() -> None:
     while threads := [thread for thread in enumerate_threads() if thread.name == _NAME]:
         for thread in threads:
             thread.join()
+
+
+def _read_in_turn(compile_it: Callable[[], Any]) -> Callable[[], Any]:
+    """A compilation that reads its source when no other does: as all need the interpreter's lock for that, together they would all end late."""
+    source = getclosurevars(compile_it).nonlocals.get("src") if isinstance(compile_it, FunctionType) else None
+    read = getattr(source, "make_ir", None)
+    if source is not None and read is not None:
+
+        def read_alone(*arguments: Any, **options: Any) -> Any:
+            with _reading:
+                return read(*arguments, **options)
+
+        source.make_ir = read_alone
+    return compile_it
 
 
 def _in_background(work: Callable[..., Any], *arguments: Any) -> Thread:

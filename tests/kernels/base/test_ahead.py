@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from inspect import unwrap
 from pathlib import Path
 from threading import Barrier, Event, Thread, Timer, current_thread
 from threading import enumerate as enumerate_threads
+from time import sleep
 from typing import Any
 
 import pytest
@@ -388,3 +390,32 @@ def test_the_backward_pass_is_known_to_follow_where_a_gradient_is_needed(needs: 
     with torch.no_grad():
         attention(query, query, query, bias=bias)
     assert seen[1] == ()
+
+
+def test_sources_are_read_one_after_another_and_compiled_side_by_side() -> None:
+    """A second source is read while the first one is still compiled, but not while it is read."""
+    together = Barrier(2, timeout=SECONDS)
+    reading: list[int] = []
+    most: list[int] = []
+
+    class Source:
+        def make_ir(self, number: int) -> int:
+            reading.append(number)
+            most.append(len(reading))
+            sleep(0.05)
+            reading.pop()
+            return number
+
+    def compilation(src: Source, number: int) -> Callable[[], int]:
+        def compile_it() -> int:
+            read = src.make_ir(number)
+            together.wait()  # for the other, which is compiled, too
+            return read
+
+        return compile_it
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(ahead._read_in_turn(compilation(Source(), number))) for number in range(2)]
+        assert [future.result() for future in found] == [0, 1]
+    assert most == [1, 1]
+    assert ahead._read_in_turn(abs) is abs  # no source is known
