@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 from conftest import needs_cuda
-from fake_gpu import CASES, Kernel, Launches, launches, named, on_a_cpu, on_cpu_tensors, problem_of
+from fake_gpu import CASES, SETTING, Kernel, Launches, launches, named, on_a_cpu, on_cpu_tensors, problem_of
 from test_problem import ERRORS, tensors
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -730,3 +730,34 @@ def test_another_plan_has_another_record(launches: Launches) -> None:
         assert asked(key[:, :, :1003, :64].contiguous(), causal=True)
         assert asked(key[:, :, :1003, :64], bias=torch.randn(1, 8, 1, 1))
         assert asked(key[:, :, :1004, :64], bias=torch.randn(1, 8, 1, 1))  # its last axis is no axis of keys
+
+
+@needs_cuda
+@pytest.mark.parametrize("options", GROWING.values(), ids=GROWING)
+def test_results_do_not_follow_from_the_length_that_was_recorded(options: dict) -> None:
+    """Bit for bit those of calls without records, from short to long and back."""
+    given = dict(options)
+    len_q, kv_heads = given.pop("queries", 1), given.pop("kv_heads", 2)
+    lengths = [*range(290, 330), 1020, 1023, 1025, 1031, 1032, 1040, 2047, 2049]
+    torch.manual_seed(0)
+    query = torch.randn(2, 8, len_q, 64, device="cuda", dtype=torch.bfloat16)
+    key, value = (torch.randn(2, kv_heads, max(lengths), 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    sinks = torch.randn(8, device="cuda") if given.pop("sinks", False) else None
+    pairs = {name: torch.randn(*given.pop(name), max(lengths), device="cuda") for name in ("mask", "bias") if name in given}
+
+    def call(len_k: int) -> tuple[Tensor, Tensor]:
+        of_length = {name: x[..., :len_k].contiguous() for name, x in pairs.items()}
+        if "mask" in of_length:
+            of_length["mask"] = of_length["mask"] > 0
+        tokens = (x[:, :, :len_k].contiguous() for x in (key, value))
+        return attention(query, *tokens, sinks=sinks, return_lse=True, **of_length, **given)
+
+    replay.switch("0")
+    try:
+        alone = [call(len_k) for len_k in lengths]
+    finally:
+        replay.switch(SETTING)
+    for order in (1, -1):
+        replay.forget()
+        for len_k, expected in zip(lengths[::order], alone[::order], strict=True):
+            assert all(map(torch.equal, call(len_k), expected))
