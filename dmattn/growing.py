@@ -33,10 +33,12 @@ def decoding(arguments: Sequence[Any], looks: tuple[Any, ...]) -> tuple[tuple[An
     """
     if len(arguments) != ARGUMENTS:
         return None
-    query, key, _, mask, bias, *_ = arguments
-    if query.ndim != 4 or key.ndim != 4 or query.shape[2] > MOST_QUERIES or key.shape[2] < FEWEST_KEYS:
+    query, key, value, mask, bias, *_ = arguments
+    if not query.ndim == key.ndim == value.ndim == 4 or query.shape[2] > MOST_QUERIES:
         return None
     len_k = key.shape[2]
+    if len_k < FEWEST_KEYS or value.shape[2] != len_k:
+        return None
     places = {1: 2, 2: 2}  # of arguments: the axis of their keys
     for place, x in ((3, mask), (4, bias)):
         if x is None:

@@ -708,6 +708,25 @@ def test_a_cache_that_grows_repeats_records_of_other_lengths(options: dict, layo
 
 
 @on_a_cpu
+@pytest.mark.parametrize("name", ["value", "mask", "bias"])
+def test_another_number_of_keys_is_refused_after_calls_that_are_right(name: str, launches: Launches) -> None:
+    query = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
+
+    def given(len_k: int, **lengths: int) -> dict[str, Any]:
+        key, value = (torch.randn(1, 2, lengths.get(x, len_k), 64, dtype=torch.bfloat16) for x in ("key", "value"))
+        mask = torch.ones(1, 1, 1, lengths.get("mask", len_k), dtype=torch.bool)
+        return dict(key=key, value=value, mask=mask, bias=torch.zeros(1, 1, 1, lengths.get("bias", len_k)))
+
+    with launches:
+        checked(query, **given(1001))
+        with pytest.raises(ValueError, match=rf"dmattn: {name}: "):
+            checked(query, **given(1001, **{name: 1002}))
+        asked = launches.asked
+        checked(query, **given(1003))
+    assert launches.asked == asked
+
+
+@on_a_cpu
 def test_another_plan_has_another_record(launches: Launches) -> None:
     """Lengths that Triton compiles for by themselves, other kinds of strides, and masks that the kernels list."""
     query = torch.randn(1, 8, 1, 64, dtype=torch.bfloat16)
