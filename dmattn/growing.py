@@ -39,25 +39,29 @@ def decoding(arguments: Sequence[Any], looks: tuple[Any, ...]) -> tuple[tuple[An
     len_k = key.shape[2]
     if len_k < FEWEST_KEYS or value.shape[2] != len_k:
         return None
-    places = {1: 2, 2: 2}  # of arguments: the axis of their keys
+    places: tuple[int, ...] = (1, 2)
+    without = list(looks)
+    without[1], without[2] = _without_keys(looks[1], 3), _without_keys(looks[2], 3)
     for place, x in ((3, mask), (4, bias)):
         if x is None:
             continue
         if not isinstance(x, Tensor) or x.ndim != 4 or x.shape[3] != len_k:
             return None
-        places[place] = 3
-    without = list(looks)
-    for place, axis in places.items():
-        shape, strides, *others = looks[place]
-        without[place] = (*shape[:axis], *shape[axis + 1 :], *map(_kind, strides), *others)
+        places += (place,)
+        without[place] = _without_keys(looks[place], 2)
     states = None if mask is None else -(-len_k // GRANULE)
     whole_tiles = 0 if len_k % 16 else min(len_k & -len_k, LARGEST_TILE)  # behind which a kernel has no edge
-    return (*without, whole(len_k), states, whole_tiles), tuple(places)
+    return (*without, whole(len_k), states, whole_tiles), places
 
 
 _MULTIPLES = (16, 3, 2, 3, 2, 3, 2, 3, 8, 3, 2, 3, 2, 3, 2, 3)  # what kernels are told that a stride is one of, by its last bits; 3: of nothing
 
 
-def _kind(stride: int) -> Any:
-    """What compiled code knows of a stride: 0 and 1, what it is a multiple of, and where 32 bits may not do."""
-    return stride if stride < 2 else (_MULTIPLES[stride & 15], stride >> 22)
+def _without_keys(look: Any, axis: int) -> tuple[Any, ...]:
+    """What a tensor of four axes, the last but for keys being `axis`, looks like without the number of its keys.
+
+    Of its strides that is what compiled code knows: which are 0 and 1, what others are multiples of, and whether 32 bits do, also within a tile.
+    """
+    shape, strides = look[:2]
+    kinds = [stride if stride < 2 else _MULTIPLES[stride & 15] + (stride >> 22 << 5) for stride in strides]
+    return (shape[0], shape[1], shape[axis], *kinds, *look[2:])
