@@ -60,7 +60,7 @@ _MULTIPLES = (16, 3, 2, 3, 2, 3, 2, 3, 8, 3, 2, 3, 2, 3, 2, 3)  # what kernels a
 def _without_keys(look: Any, axis: int) -> tuple[Any, ...]:
     """What a tensor of four axes, the last but for keys being `axis`, looks like without the number of its keys.
 
-    Of its strides that is what compiled code knows: which are 0 and 1, what others are multiples of, and whether 32 bits do, also within a tile.
+    Of its strides that is what compiled code knows: which are 0 and 1, what others are multiples of, and whether 32 bits do, in a tile too.
     """
     shape, strides = look[:2]
     kinds = [stride if stride < 2 else _MULTIPLES[stride & 15] + (stride >> 22 << 5) for stride in strides]
