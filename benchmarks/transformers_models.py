@@ -240,7 +240,7 @@ def training(network: nn.Module, batch: dict[str, Tensor], units: int, device: t
 
 @torch.inference_mode()
 def generation(network: nn.Module, tokens: Tensor, device: torch.device) -> Record:
-    """Seconds of the prompt, and milliseconds of each further token. No two tokens have a cache of one length, as none has for a user."""
+    """Seconds of the prompt, and milliseconds of each further token. After a long prompt each token has a cache of a length of its own."""
 
     def seconds(new_tokens: int, left_out: int) -> float:
         start = _now(device)
@@ -248,9 +248,12 @@ def generation(network: nn.Module, tokens: Tensor, device: torch.device) -> Reco
         return _now(device) - start
 
     seconds(2, 0)
-    starts = [turn * min(NEW_TOKENS, tokens.shape[1] // (TURNS + 1)) for turn in range(1, TURNS + 1)]
-    prompts, wholes = ([seconds(count, start) for start in starts] for count in (1, 1 + NEW_TOKENS))
-    each = [(whole - prompt) / NEW_TOKENS * 1e3 for prompt, whole in zip(prompts, wholes, strict=True)]
+    prompts, each = [], []
+    for turn in range(1, TURNS + 1):
+        start = turn * min(NEW_TOKENS, tokens.shape[1] // (TURNS + 1))
+        seconds(1, start)  # what a prompt of this length alone takes is known then
+        prompts.append(seconds(1, start))
+        each.append((seconds(1 + NEW_TOKENS, start) - prompts[-1]) / NEW_TOKENS * 1e3)
     return {"prompt_seconds": statistics.median(prompts), "token_ms": statistics.median(each)}
 
 

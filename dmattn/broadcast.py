@@ -23,6 +23,8 @@ def sum_to(gradient: Tensor, shape: Sequence[int]) -> Tensor:
 
 def per_query_gradient(lse: Tensor, d_lse: Tensor | None, d_sink_scores: Tensor | None, d_bias: Tensor) -> None:
     """dBias of a bias that all keys share, as sum_j dS_ij = dLSE_i less the gradient of the sink's score, and 0 for an empty row."""
+    if d_bias.is_meta:
+        return
     of_scores = None if d_lse is None else d_lse.masked_fill(lse == float("-inf"), 0.0)
     if d_sink_scores is not None:
         of_scores = -d_sink_scores if of_scores is None else of_scores - d_sink_scores

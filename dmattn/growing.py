@@ -63,5 +63,8 @@ def _without_keys(look: Any, axis: int) -> tuple[Any, ...]:
     Of its strides that is what compiled code knows: which are 0 and 1, what others are multiples of, and whether 32 bits do, in a tile too.
     """
     shape, strides = look[:2]
-    kinds = [stride if stride < 2 else _MULTIPLES[stride & 15] + (stride >> 22 << 5) for stride in strides]
+    kinds = [
+        (stride >> 22 << 5) + (0 if size == 1 else stride if stride < 2 else _MULTIPLES[stride & 15])
+        for size, stride in zip(shape, strides, strict=True)
+    ]
     return (shape[0], shape[1], shape[axis], *kinds, *look[2:])

@@ -27,7 +27,7 @@ ALONE = "dmattn.kernels.hopper"
 def fewer(launches: Launches) -> list[tuple]:
     """Each kernel is compiled, and every flag, argument and type of each family of kernels, left out and given.
 
-    Of those that a GPU alone runs so is every flag and argument of each, and every size of a tile. Integers that are told at the call, such as
+    Of those that a GPU alone runs so is every flag, argument and rule of each, and every size of a tile. Integers that are told at the call, such as
     strides, have any one of their types, and of head dims one is enough of those in as many panels.
     """
     return cover({launch: code_of(launch[0], *given) for launch, given in launches.items()})
@@ -79,15 +79,15 @@ def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
 
     That the kernel is there at all has its name, so that each kernel is compiled. All else has the name of its family, the folder that it is in:
     types that pointers and descriptors are of; what strides are multiples of, and by how many quotients axes before the heads are found; rules,
-    such as masks, window and softcap. But a flag or argument has the name of a kernel that a GPU alone runs: the others run in Triton's interpreter
-    with each. Tiles, and head dims in blocks, are code of Hopper's family alone.
+    such as masks, window and softcap. But a flag, argument or rule has the name of a kernel that a GPU alone runs: the others run in Triton's
+    interpreter with each. Tiles, and head dims in blocks, are code of Hopper's family alone.
     """
     name = name_of(function)
     family = ".".join(name.split(".")[:3])  # dmattn.kernels.hopper, also of what lies deeper
     own = name if family == ALONE else family
     found = {(name, "at all")}
     for *path, kind in types(signature):
-        owner = family if path[:1] == ["rules"] else own
+        owner = own
         if path and kind in SEVERAL_AXES:
             found |= {(own, "several axes"), (family, "several axes", kind)}
         elif type(kind) is int and len(path) > 1 and path[-1] == WHOLE and path[:-1] != ["rules"]:
@@ -103,7 +103,7 @@ def code_of(function: Any, signature: dict, constants: dict) -> set[tuple]:
         argument = function.arg_names[place]
         block = named.get(BLOCKS.get(argument), PANELS.get(argument))
         if type(constant) is not int:
-            found.add((family if argument == "rules" else own, argument, *within, repr(constant)))
+            found.add((own, argument, *within, repr(constant)))
         elif family == ALONE and block is not None:
             found.add((family, "head dim", constant % block == 0, -(-constant // block)))
         elif family == ALONE and argument.isupper() and not within and argument not in BLOCKS:

@@ -114,7 +114,8 @@ def allocate_backward(problem: Problem, needs: Sequence[bool], pads: bool = True
 
 def _empty_like(x: Tensor) -> Tensor:
     """torch.empty_like, which imports sympy for tensors of "meta": a second of the first call, whose kernels are found on such tensors."""
-    if not x.is_meta:
+    is_expanded = any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+    if not x.is_meta or is_expanded:  # how such axes are to lie torch alone says
         return torch.empty_like(x)
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     if span == x.numel():

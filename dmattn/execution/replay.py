@@ -67,7 +67,11 @@ def replayed(function: Callable[..., Any] | None = None, *, growing: Growing | N
             grown = None if growing is None else growing(arguments, key)
             record = None if grown is None else records.get(grown[0])
             record = records.get(key) if record is None else record
-        except (TypeError, RuntimeError):  # a value without hash, a tensor without strides: what is wrong with it the function says
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ):  # a value without hash, no tensor or one without strides: what is wrong the function says
             return function(*arguments)
         if record is not None:
             return record(*arguments)

@@ -36,8 +36,9 @@ DIMS = (16, 32, 64, 128, 256)  # of heads, padded to powers of two, that Hopper'
 FORWARD_READS, BACKWARD_READS = 2, 1  # of each number of a shared bias, at least
 PAIRS_OF_A_COPY = 1 << 20  # of all (batch, head), at least
 ROOM_OF_A_COPY = 1 << 28  # bytes of one copy, or as many as queries, keys and values have
-# Intervals hide pairs that nobody knows before the kernels do, most of them where documents are short: as if they left this part.
-LEFT_BY_INTERVALS = 1 / 4
+# These hide pairs that nobody knows before the kernels do, most of them where documents are short: as if they left this part.
+LEFT_BY_BLOCKS = 1 / 4
+_LEAVING_BLOCKS = frozenset({"intervals", "block mask"})
 _NEVER_COPIED_BESIDE = PACKED | {"two intervals", "intervals by head", "order", LEADING_IN_RUNS}  # not timed
 
 
@@ -65,8 +66,8 @@ def copies_pay(traits: Traits) -> bool:
         return False
     is_causal = traits.left is None and traits.right == 0
     seen = len_k - min(len_q, len_k) // 2 if is_causal else _window(traits)  # keys of a query in the middle
-    left = LEFT_BY_INTERVALS if "intervals" in traits.features else 1
-    pairs, reads = traits.batch * traits.heads * len_q * seen, left * traits.members * seen / max(len_k, 1)
+    seen = seen if traits.features.isdisjoint(_LEAVING_BLOCKS) else LEFT_BY_BLOCKS * seen
+    pairs, reads = traits.batch * traits.heads * len_q * seen, traits.members * seen / max(len_k, 1)
     size = bias.batch * bias.heads * len_q * triton.cdiv(len_k, UNIT) * UNIT
     tokens = traits.heads * len_q * traits.head_dim + traits.kv_heads * len_k * (traits.head_dim + traits.value_dim)
     room = max(ROOM_OF_A_COPY, 2 * traits.batch * tokens)

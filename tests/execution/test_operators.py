@@ -462,3 +462,37 @@ class _Nothing(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "shape_and_strides",
+    [
+        ((2, 8, 130, 64), (8 * 130 * 64, 64, 8 * 64, 1)),
+        ((1, 8, 130, 64), (1, 130 * 64, 64, 1)),
+        ((2, 8, 130, 64), (16 * 130 * 64, 130 * 64, 64, 1)),
+        ((2, 8, 130, 60), (8 * 130 * 64, 130 * 64, 64, 1)),
+        ((2, 8, 130, 64), (0, 130 * 64, 64, 1)),
+        ((2, 8, 130, 64), (130 * 64, 0, 64, 1)),
+        ((2, 1, 130, 64), (64 * 130, 0, 64, 1)),
+        ((2, 2, 1, 1), (3, 0, 1, 1)),
+        ((2, 8, 64, 130), (8 * 64 * 130, 64 * 130, 1, 64)),
+    ],
+    ids=[
+        "tokens-first",
+        "one-entry",
+        "every-other-head",
+        "padded",
+        "expanded-batch",
+        "expanded-heads",
+        "one-head",
+        "overlapping",
+        "transposed",
+    ],
+)
+def test_gradients_without_memory_lie_as_others_do(shape_and_strides: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Else a rehearsal would compile other kernels than the pass launches."""
+    query = torch.empty_strided(*shape_and_strides)
+    for device in ("cpu", "meta"):
+        given = torch.empty_strided(*shape_and_strides, device=device)
+        problem = Problem.canonical(given, given, given, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
+        assert backend.allocate_backward(problem, (True,) * 5).query.stride() == torch.empty_like(query).stride()

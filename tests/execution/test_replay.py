@@ -8,19 +8,21 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import cache
+from inspect import signature
 from typing import Any
 
 import numpy
 import pytest
 import torch
 from conftest import needs_cuda
-from fake_gpu import CASES, SETTING, Kernel, Launches, launches, named, on_a_cpu, on_cpu_tensors, problem_of
+from fake_gpu import CASES, SETTING, Compiled, Kernel, Launches, launches, named, on_a_cpu, on_cpu_tensors, problem_of
 from test_problem import ERRORS, tensors
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import IntervalMask, RelativeBias, attention, dynamic_mask_attention, reference
+from dmattn import IntervalMask, RelativeBias, attention, dynamic_mask_attention, growing, reference
 from dmattn.equivalence import Case
 from dmattn.execution import passes, replay
 from dmattn.execution.recorder import Recorder
@@ -667,6 +669,32 @@ GROWING = {
 }
 
 
+@cache
+def bound(kernel: Any) -> Callable[..., Any]:
+    """What tells which code Triton compiles for arguments of a kernel."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import create_function_from_signature
+
+    return create_function_from_signature(kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", 90, 32)))
+
+
+def run_as_compiled(launches: Launches, kernel: Any, *, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> Any:
+    """As `launches` runs a kernel; but its name has what it is compiled for."""
+    _, special, options = bound(kernel)(**arguments)
+    name = f"{kernel.fn.__name__} {special} {sorted((name, str(x)) for name, x in options.items())}"
+    launches.seen.append((name, grid[0], launches.plain(tuple(arguments[each] for each in kernel.arg_names))))
+    launches.asked += 1
+    return launches.compiled.setdefault(name, Compiled(launches, name))
+
+
+def test_what_growing_takes_for_granted() -> None:
+    tiles = pytest.importorskip("dmattn.kernels.base.tiles")
+    assert growing.MOST_QUERIES <= tiles.FEW_ROWS  # so that no states are made
+    names = list(signature(Problem.canonical).parameters)[: growing.ARGUMENTS]
+    assert names == ["query", "key", "value", "mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks"]
+
+
 def checked(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple:
     """What `attention` calls of these arguments; within `launches` it goes by the operator instead."""
     options = dict.fromkeys(("mask", "bias", "causal", "window", "scale", "softcap", "dropout_p", "sinks"))
@@ -676,8 +704,11 @@ def checked(query: Tensor, key: Tensor, value: Tensor, **given: Any) -> tuple:
 @on_a_cpu
 @pytest.mark.parametrize("layout", ["heads-first", "tokens-first", "in-a-longer-cache"])
 @pytest.mark.parametrize("options", GROWING.values(), ids=GROWING)
-def test_a_cache_that_grows_repeats_records_of_other_lengths(options: dict, layout: str, launches: Launches) -> None:
-    """And what is launched is what a call of that length launches, without records."""
+def test_a_cache_that_grows_repeats_records_of_other_lengths(
+    options: dict, layout: str, launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is launched, compiled for the types and multiples that Triton sees, is what a call of that length launches, without records."""
+    jit = pytest.importorskip("triton.runtime.jit")
     options = dict(options)
     len_q, kv_heads = options.pop("queries", 1), options.pop("kv_heads", 2)
     query = torch.randn(2, 8, len_q, 64, dtype=torch.bfloat16)
@@ -694,9 +725,11 @@ def test_a_cache_that_grows_repeats_records_of_other_lengths(options: dict, layo
             given["mask"] = torch.rand(*given["mask"], len_k) < 0.5
         if "bias" in given:
             given["bias"] = torch.randn(*given["bias"], len_k, dtype=torch.bfloat16)
-        out, lse, *_ = checked(query, key, value, sinks=sinks, **given)
-        return launches.taken([query, key, value, given.get("mask"), given.get("bias"), sinks, out, lse])
+        out, lse, states, *others = checked(query, key, value, sinks=sinks, **given)
+        taken = launches.taken([query, key, value, given.get("mask"), given.get("bias"), sinks, out, lse])
+        return [*taken, None if states is None else states.shape, others]
 
+    monkeypatch.setattr(jit.JITFunction, "run", lambda kernel, **arguments: run_as_compiled(launches, kernel, **arguments))
     lengths = [*range(255, 262), *range(380, 388), *range(1000, 1060), 2047, 2048, 2049, 2050, 3000]
     with launches:
         repeated = [call(len_k) for len_k in lengths]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from inspect import unwrap
+from inspect import getclosurevars, unwrap
 from pathlib import Path
 from threading import Barrier, Event, Thread, Timer, current_thread
 from threading import enumerate as enumerate_threads
@@ -419,3 +419,33 @@ def test_sources_are_read_one_after_another_and_compiled_side_by_side() -> None:
         assert [future.result() for future in found] == [0, 1]
     assert most == [1, 1]
     assert ahead._read_in_turn(abs) is abs  # no source is known
+
+
+def test_what_triton_compiles_names_its_source(compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else sources would be read at once again, and nobody would see it."""
+    asked: list[Any] = []
+    submit = Ahead.submit
+    monkeypatch.setattr(
+        Ahead, "submit", lambda self, key, compile_it, finish: asked.append(compile_it) or submit(self, key, compile_it, finish)
+    )
+    with Ahead(None, (), TARGET).active():
+        launched(torch.empty(16, device="meta"), one)
+    settled()
+    (compile_it,) = asked
+    assert callable(getclosurevars(compile_it).nonlocals["src"].make_ir)
+
+
+def test_triton_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes: list[str] = []
+    monkeypatch.setattr(ahead, "_hashing", None)
+    monkeypatch.setattr(ahead, "triton_key", lambda: hashes.append(current_thread().name))
+    ahead.hashed()
+    assert not hashes
+    for _ in range(2):
+        ahead.begin_hashing()
+        ahead.hashed()
+    assert hashes == ["dmattn-compile"]
+    monkeypatch.setattr(ahead, "_hashing", None)
+    monkeypatch.setattr(ahead, "triton_key", None)  # as in other versions of Triton
+    ahead.begin_hashing()
+    ahead.hashed()
