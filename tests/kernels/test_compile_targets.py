@@ -2,10 +2,10 @@
 
 In a full run (DMATTN_FULL=1) all launches, for every GPU. Else fewer. For the GPU whose shared memory is the smallest of NVIDIA's one of each
 kernel, with which those of a folder have together each dtype, each flag and argument, left out and given, so padded and packed, several axes
-before the heads, and each mask, window, softcap and other rule. Hopper's own kernels, which no interpreter runs, have each flag and argument of
-each kernel, and together each dtype, each rule, each size of a block and each head dim in as many panels. Hopper has the other kernels with what
+before the heads, and each mask, window, softcap and other rule. Hopper's own kernels, which no interpreter runs, have each flag, argument
+and rule of each kernel, and together each dtype, each size of a block and each head dim in as many panels. Hopper has the other kernels with what
 the first GPU's have not, and else one of each kernel. For sm_100, whose tiles are those of sm_80, and AMD's GPU one of each kernel. Left to the
-full run are the combinations of these, so those of a dtype, a rule, a tile or a head dim with one kernel and not another of its folder, all tiles
+full run are the combinations of these, so those of a dtype, a tile or a head dim with one kernel and not another of its folder, all tiles
 of kernels that are not Hopper's, and strides of 1, of 32 and of 64 bits.
 """
 
