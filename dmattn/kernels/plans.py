@@ -70,7 +70,7 @@ def one_tile(traits: Traits) -> Iterator[str | None]:
 def one_tile_forward(traits: Traits) -> Iterator[str | None]:
     """The same where heads share keys, too, but for queries so few that those of a group make one tile."""
     if 2 * traits.len_q <= FEW_ROWS and grouped(traits):
-        yield f'leaves up to {FEW_ROWS // 2} queries of heads that share keys to "split keys", not {traits.len_q}'
+        yield f'leaves up to {FEW_ROWS // 2} queries of heads that share keys to "split keys"'
     yield _in_one_tile(traits)
 
 
@@ -116,7 +116,7 @@ def split_keys(traits: Traits) -> Iterator[str]:
         yield f"is for few queries over more keys, as in decoding: to split {seen} visible keys of {rows} would save less than merging takes"
     most = traits.processors if are_few else traits.processors // 2
     if packing.programs > most and not in_one_tile:
-        yield f"is for keys that fewer programs would read: {packing.programs} fill {traits.processors} multiprocessors, it splits up to {most}"
+        yield f"splits keys that up to {most} programs would read, on {traits.processors} multiprocessors, not {packing.programs}"
 
 
 @joined

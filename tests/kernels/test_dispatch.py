@@ -289,7 +289,7 @@ LOADED = "with head dims to 32 loads only a bias"
 
 # A row, one change to what it serves, and the reason for which it refuses that.
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("forward: one tile", dict(kv_heads=2, len_q=8), 'leaves up to 8 queries of heads that share keys to "split keys", not 8'),
+    ("forward: one tile", dict(kv_heads=2, len_q=8), 'leaves up to 8 queries of heads that share keys to "split keys"'),
     ("forward: one tile", dict(len_k=0), "there is no key"),
     ("forward: one tile", dict(len_q=65), "serves up to 64 queries and 64 keys, not 65 and 49"),
     ("forward: one tile", dict(len_k=65), "serves up to 64 queries and 64 keys, not 49 and 65"),
@@ -302,7 +302,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: split keys", dict(len_q=128, len_k=600), "is for few queries over more keys, as in decoding: to split 600 visible keys of 128 queries of 4 heads that share keys would save less than merging takes"),
     ("forward: split keys", dict(kv_heads=32, left=200), "is for few queries over more keys, as in decoding: to split 201 visible keys of 1 queries would save less than merging takes"),
     ("forward: split keys", dict(kv_heads=32, right=-9000), "is for few queries over more keys, as in decoding: to split 0 visible keys of 1 queries would save less than merging takes"),
-    ("forward: split keys", dict(heads=8, kv_heads=8, batch=17), "is for keys that fewer programs would read: 136 fill 132 multiprocessors, it splits up to 132"),
+    ("forward: split keys", dict(heads=8, kv_heads=8, batch=17), "splits keys that up to 132 programs would read, on 132 multiprocessors, not 136"),
     ("forward: portable", dict(dtype=FP32, head_dim=512), "does not serve float32 with head dims 512 of queries and 128 of values on sm_80: pass"),
     ("forward: split keys", dict(dtype=FP32, value_dim=264), "does not serve float32 with head dims 128 of queries and 264 of values on sm_90"),
     ("forward: Hopper", dict(family="sm_100"), "is for sm_90, not sm_100"),
@@ -314,7 +314,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
     ("forward: Hopper", dict(head_dim=24), "serves head dims that round up to the same power of 2 or the next one, not 24 of queries and 128 of values"),
     ("forward: Hopper", dict(head_dim=64, value_dim=32, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
-    ("forward: split keys", dict(heads=8, kv_heads=8, batch=9, len_q=17, len_k=8192), "is for keys that fewer programs would read: 72 fill 132 multiprocessors, it splits up to 66"),
+    ("forward: split keys", dict(heads=8, kv_heads=8, batch=9, len_q=17, len_k=8192), "splits keys that up to 66 programs would read, on 132 multiprocessors, not 72"),
     ("forward: Hopper", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
     ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, features=frozenset({"mask of heads"})), f"{AT_MOST}, not a mask (..., 1, 1)"),
     ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"bias of distances", "window"}), right=0), f"{AT_MOST}, not a RelativeBias"),
