@@ -96,7 +96,7 @@ LAYERS = (
     ("kernels",),
     ("reference",),
     ("execution.__init__", "execution.mapped", "execution.record", "execution.sequences", "execution.torch_kernel", "execution.watching"),
-    ("execution.recorder", "execution.torch_path"),
+    ("execution.guards", "execution.recorder", "execution.torch_path"),
     ("execution.backend", "execution.replay"),
     ("costs", "execution.passes", "factors", "targets"),
     ("execution.derivatives",),

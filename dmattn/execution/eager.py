@@ -19,7 +19,7 @@ from ..problem import Problem, autocast
 from ..rehearsal import thread as rehearsal
 from . import flops, operators, passes
 from .passes import FIXED, Forward, fixed_of, learned_of
-from .watching import nothing_watches, profiled
+from .watching import nobody_watches, nothing_watches, profiled
 
 
 def attend(
@@ -53,16 +53,21 @@ def attend(
         bias = Distances.of(bias)
         learned = bias.table
     options = (mask, bias, causal, window, scale, softcap, dropout_p, sinks, *others)
-    missing = query is None or key is None or value is None
-    if missing or not nothing_watches((query, key, value, learned, sinks, *masks)) or forward_ad._current_level >= 0:
-        return operators.by_operator(Problem.canonical(query, key, value, *options))
-    if advice.asked:
-        advice.look_at(learned, _name_of(bias, *others))
-        advice.look_at_layout(query, key)
-        advice.look_at_mask(mask, query, key, _name_of(mask, *others) if others else "mask")
-    query, key, value = autocast(query, key, value)
+    function: Callable[..., Forward] | None = None
+    if nobody_watches() and forward_ad._current_level < 0 and not advice.asked:
+        function = passes.checked_forward.known((query, key, value, *options))
+    if function is None:
+        function = passes.checked_forward
+        missing = query is None or key is None or value is None
+        if missing or not nothing_watches((query, key, value, learned, sinks, *masks)) or forward_ad._current_level >= 0:
+            return operators.by_operator(Problem.canonical(query, key, value, *options))
+        if advice.asked:
+            advice.look_at(learned, _name_of(bias, *others))
+            advice.look_at_layout(query, key)
+            advice.look_at_mask(mask, query, key, _name_of(mask, *others) if others else "mask")
+        query, key, value = autocast(query, key, value)
     fixed = (*masks, *(None,) * (len(FIXED) - len(masks)))
-    return _directly(passes.checked_forward, (query, key, value, *options), (query, key, value, learned, sinks), fixed)
+    return _directly(function, (query, key, value, *options), (query, key, value, learned, sinks), fixed)
 
 
 def _name_of(bias: Any, top_left: bool = False, mask_name: str | None = None) -> str:

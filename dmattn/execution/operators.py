@@ -21,7 +21,7 @@ from ..problem import Problem
 from . import backend, derivatives, passes
 from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
-from .watching import nothing_watches, profiled
+from .watching import nobody_watches, nothing_watches, profiled
 
 SHARED = ("mask", *BOUNDS, "bias", "blocks", "states")  # leading axes may share them
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
@@ -143,18 +143,21 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
     """Of what is `LEARNED`, each None unless it is needed."""
     *fields, out, lse = saved = ctx.saved_tensors
     learned = fields[: len(LEARNED)]
+    ndim = fields[0].ndim
     for place, axes in _AXES:
-        fields[place] = with_axes(fields[place], fields[0].ndim + axes)
+        if fields[place] is not None:
+            fields[place] = with_axes(fields[place], ndim + axes)
     problem = Problem._make(_in_order((*fields, *ctx.rules)))
     if d_out is None:
         d_out = torch.zeros_like(out)
+    arguments = (d_out, d_lse, out, lse, tuple(needs), True, problem)
     gradients: Sequence[Any]
     try:
         if torch.is_grad_enabled():  # a second derivative may be asked for
             gradients = derivatives.backward(d_out, d_lse, out, lse, needs, problem)
-        elif nothing_watches((d_out, d_lse, *saved)):
-            backward = profiled("dmattn::backward", passes.backward) if profiler._is_profiler_enabled else passes.backward
-            gradients = backward(d_out, d_lse, out, lse, tuple(needs), True, problem)
+        elif nobody_watches() and ((known := passes.backward.known(arguments)) is not None or nothing_watches((d_out, d_lse, *saved))):
+            function = known or passes.backward
+            gradients = (profiled("dmattn::backward", function) if profiler._is_profiler_enabled else function)(*arguments)
         else:
             # A graph of lengths that are not known yet would have to be made again for each way in which they may be padded.
             pads = not any(isinstance(size, torch.SymInt) for x in (problem.bias,) if x is not None for size in (*x.shape, *x.stride()))

@@ -86,11 +86,11 @@ def written(record: Record) -> Callable[..., Any]:
             addressed |= step.reads
         lines += [step.line, *(f"del t{number}" for number in unneeded)]
     text = "\n    ".join([f"def repeat({passed}):", *lines, record.ending])
-    exec(_compiled(text), names)
+    exec(compiled(text), names)
     return names["repeat"]
 
 
 @lru_cache(maxsize=KINDS)
-def _compiled(text: str) -> CodeType:
+def compiled(text: str) -> CodeType:
     """The code of a record, which is the same for calls that differ in numbers alone."""
     return compile(text, "<record>", "exec")

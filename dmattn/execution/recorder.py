@@ -128,8 +128,7 @@ class Recorder(TorchDispatchMode):
         called: Any
         given: Any
         if operator in _ALLOCATING:
-            called, given = torch.empty_strided, (tuple(results.shape), results.stride())
-            keywords = dict(dtype=results.dtype, device=results.device)
+            called, given, keywords = _allocation(results)
         elif operator is _aten.zeros.default:  # whose function of torch takes a third of the time of the operator
             called, given, keywords = torch.zeros, (tuple(results.shape),), dict(dtype=results.dtype, device=results.device)
         else:
@@ -232,6 +231,18 @@ class Recorder(TorchDispatchMode):
             return parts
         strides = [_Source(f"t{number}.stride({axis})") if stride else stride for axis, stride in enumerate(parts[1 : len(STRIDED)])]
         return parts[0], *strides, *parts[len(STRIDED) :]
+
+
+def _allocation(x: Tensor) -> tuple[Callable[..., Tensor], tuple, dict[str, Any]]:
+    """What makes another such tensor on the current device, with its arguments: a function that torch has for compiled graphs, if it has one.
+
+    It takes half the time of the public one.
+    """
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    quick = getattr(guards, f"_empty_strided_{x.device.type}", None)
+    if quick is None:
+        return torch.empty_strided, (tuple(x.shape), x.stride()), dict(dtype=x.dtype, device=x.device)
+    return quick, (tuple(x.shape), x.stride(), x.dtype), {}
 
 
 def _launcher_past_python(compiled: Any) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from itertools import zip_longest
 from typing import Any
 
@@ -24,13 +24,14 @@ from torch import Tensor
 
 from ..precision import dot_precision
 from ..recording import recorded_by, recorder
+from .guards import Guards, first_of
 from .record import Record, written
 from .recorder import Recorder
 
 MOST = 1024  # kinds of calls that a function remembers, of 10 to 30 KB each, and as many for a descriptor that met many addresses
 SETTINGS = ("0", "1", "check")
 
-_forgetting: list[Callable[[], None]] = []
+_all: list[Replayed] = []
 _devices: tuple[str, ...]  # types of those whose calls are repeated: Triton's launchers for them take addresses in the place of tensors
 _checks: bool  # whether a record that is made is to be compared with the call
 
@@ -39,7 +40,64 @@ Looks = tuple[Any, ...]  # of the arguments of a call
 Growing = Callable[[Sequence[Any], Looks], tuple[Looks, tuple[int, ...]] | None]
 
 
-def replayed(function: Callable[..., Any] | None = None, *, growing: Growing | None = None) -> Callable[..., Any]:
+class Replayed:
+    """A function, made by :func:`replayed`."""
+
+    def __init__(self, function: Callable[..., Any], growing: Growing | None) -> None:
+        update_wrapper(self, function)
+        self.function, self.growing = function, growing
+        self.records: dict[tuple, Callable[..., Any] | None] = {}  # None: what it did cannot be repeated
+        self.guards = Guards()
+        _all.append(self)
+
+    def known(self, arguments: Sequence[Any]) -> Callable[..., Any] | None:
+        """What repeats a call with these arguments, if a guard knows them: tensors are plain then, and no mode is to be shown operators."""
+        return self.guards.find(arguments)
+
+    def __call__(self, *arguments: Any) -> Any:
+        record = self.guards.find(arguments)
+        if record is not None:
+            return record(*arguments)
+        first = first_of(arguments)
+        device = first.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self(*arguments)
+        if device not in _devices or recorder() is not None:
+            return self.function(*arguments)
+        try:
+            key = (*map(_look, arguments), dot_precision(first.dtype))
+            grown = None if self.growing is None else self.growing(arguments, key)
+            record = None if grown is None else self.records.get(grown[0])
+            grows = record is not None
+            record = self.records.get(key) if record is None else record
+        except (
+            AttributeError,
+            TypeError,
+            RuntimeError,
+        ):  # a value without hash, no tensor or one without strides: what is wrong the function says
+            return self.function(*arguments)
+        if record is not None:
+            self.guards.add(arguments, key, record, grows)
+            return record(*arguments)
+        if key in self.records or _unseen():
+            return self.function(*arguments)
+        for oldest in list(self.records)[: max(0, len(self.records) - MOST + 1)]:  # of a copy: other threads may change the records meanwhile
+            self.records.pop(oldest, None)
+            self.guards.clear()  # which may stand before it
+        shared, places = grown or (key, ())
+        result, done = _recorded(self.function, arguments, places)
+        kept = shared if done is not None and done.grows else key
+        self.records[kept] = done and (_checking(done, places) if _checks else written(done))
+        return result
+
+    def forget(self) -> None:
+        """Forget all records."""
+        self.records.clear()
+        self.guards.clear()
+
+
+def replayed(function: Callable[..., Any] | None = None, *, growing: Growing | None = None) -> Any:
     """`function`, without autocast; where the device of its first tensor is CUDA's, calls that look alike are repeated from a record.
 
     Arguments are tensors, None, values of other types that can be hashed, and tuples of these; the first is a tensor or begins with one. The
@@ -49,49 +107,13 @@ def replayed(function: Callable[..., Any] | None = None, *, growing: Growing | N
     `growing`: of arguments and their looks, what they look like without the number of keys, and which of them have keys; None where another
     number may be another plan. Such calls share a record if the function says so (:func:`dmattn.recording.keys_may_grow`).
     """
-    if function is None:
-        return partial(replayed, growing=growing)
-    records: dict[tuple, Callable[..., Any] | None] = {}  # None: what it did cannot be repeated
-
-    @wraps(function)
-    def call(*arguments: Any) -> Any:
-        first = arguments[0][0] if isinstance(arguments[0], tuple) else arguments[0]
-        device = first.device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return call(*arguments)
-        if device not in _devices or recorder() is not None:
-            return function(*arguments)
-        try:
-            key = (*map(_look, arguments), dot_precision(first.dtype))
-            grown = None if growing is None else growing(arguments, key)
-            record = None if grown is None else records.get(grown[0])
-            record = records.get(key) if record is None else record
-        except (
-            AttributeError,
-            TypeError,
-            RuntimeError,
-        ):  # a value without hash, no tensor or one without strides: what is wrong the function says
-            return function(*arguments)
-        if record is not None:
-            return record(*arguments)
-        if key in records or _unseen():
-            return function(*arguments)
-        for oldest in list(records)[: max(0, len(records) - MOST + 1)]:  # of a copy: other threads may change the records meanwhile
-            records.pop(oldest, None)
-        shared, places = grown or (key, ())
-        result, done = _recorded(function, arguments, places)
-        records[shared if done is not None and done.grows else key] = done and (_checking(done, places) if _checks else written(done))
-        return result
-
-    _forgetting.append(records.clear)
-    return call
+    return partial(Replayed, growing=growing) if function is None else Replayed(function, growing)
 
 
 def forget() -> None:
     """Forget all records."""
-    for clear in _forgetting:
-        clear()
+    for each in _all:
+        each.forget()
 
 
 def switch(setting: str, device: str = "cuda") -> None:

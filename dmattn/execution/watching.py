@@ -16,18 +16,22 @@ from torch.utils._device import DeviceContext
 
 def nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
     """Whether plain tensors are computed with, and neither a compiler nor a mode nor torch.func has to be shown an operator."""
+    return nobody_watches() and all(_is_plain(x) for x in tensors if x is not None)
+
+
+def nobody_watches() -> bool:
+    """Whether neither a compiler nor a mode nor torch.func has to be shown an operator on plain tensors."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing() or functorch.peek_interpreter_stack() is not None:
         return False
     if torch._C._len_torch_dispatch_stack():
         return False
-    if torch._C._len_torch_function_stack() and not all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack()):
-        return False  # a DeviceContext is that of torch.set_default_device
-    return all(map(_is_plain, tensors))
+    # a DeviceContext is that of torch.set_default_device
+    return not torch._C._len_torch_function_stack() or all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
-def _is_plain(x: Tensor | None) -> bool:
+def _is_plain(x: Tensor) -> bool:
     """Whether the memory of a tensor holds its values: it is no subclass, and no sign or zero waits to be applied to it."""
-    return x is None or (type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor())
+    return type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor()
 
 
 def profiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

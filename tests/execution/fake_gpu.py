@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -71,6 +73,17 @@ def join(x: Tensor) -> Tensor:
     return x.movedim(0, -3).flatten(-3, -2)[None]
 
 
+@contextmanager
+def products(setting: str) -> Iterator[None]:
+    """What torch is asked for float32 products."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = setting
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
 class CudaLauncher:
     """Triton's launcher of a kernel that takes scratch memory."""
 
@@ -122,6 +135,12 @@ class Launches(TorchDispatchMode):
             self.seen.append((str(operator), 0, self.plain(tuple(arguments))))
         self.alive.append(operator(*arguments, **(keywords or {})))
         return self.alive[-1]
+
+    def allocated(self, x: Tensor) -> Tensor:
+        """A tensor that was made past this mode."""
+        if torch._C._len_torch_dispatch_stack():
+            self.alive.append(x)
+        return x
 
     def run(self, kernel: Any, *, grid: tuple[int, ...], warmup: bool, **arguments: Any) -> Any:
         name, given = kernel.fn.__name__, tuple(arguments[name] for name in kernel.arg_names)
@@ -175,6 +194,9 @@ def launches(monkeypatch: pytest.MonkeyPatch, on_cpu_tensors: Callable[[str], No
     for module in (tiles, traits):
         monkeypatch.setattr(module, "device_family", lambda device: "sm_90")
     monkeypatch.setattr(traits, "GLUON", True)
+    quick = torch._C._dynamo.guards._empty_strided_cpu
+    kept = wraps(quick)(lambda *given: seen.allocated(quick(*given)))
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", kept)
     on_cpu_tensors("1")
     monkeypatch.setattr(backend, "interpreting", lambda: True)
     monkeypatch.setattr(backend, "kernels", lambda device, interpreted: kernels)

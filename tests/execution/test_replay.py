@@ -16,7 +16,7 @@ import numpy
 import pytest
 import torch
 from conftest import needs_cuda
-from fake_gpu import CASES, SETTING, Compiled, Kernel, Launches, launches, named, on_a_cpu, on_cpu_tensors, problem_of
+from fake_gpu import CASES, SETTING, Compiled, Kernel, Launches, launches, named, on_a_cpu, on_cpu_tensors, problem_of, products
 from test_problem import ERRORS, tensors
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -337,7 +337,7 @@ def test_columns_of_factors_are_repeated(dtype: torch.dtype, launches: Launches)
 
 @on_a_cpu
 @pytest.mark.parametrize("change", ["stride", "alignment", "option", "dtype", "precision"])
-def test_what_looks_different_is_not_repeated(change: str, launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_looks_different_is_not_repeated(change: str, launches: Launches) -> None:
     def call(changed: bool) -> None:
         kind = torch.float16 if changed and change == "dtype" else torch.float32
         query, key = torch.randn(1, 2, 70, 32, dtype=kind), torch.randn(1, 2, 70, 33, dtype=kind)[..., :32].contiguous()
@@ -345,12 +345,11 @@ def test_what_looks_different_is_not_repeated(change: str, launches: Launches, m
             key = torch.randn(1, 2, 70, 48, dtype=kind)[..., :32]
         if changed and change == "alignment":
             key = torch.randn(1 + key.numel(), dtype=kind)[1:].view(key.shape)
-        if changed and change == "precision":
-            monkeypatch.setattr(replay, "dot_precision", lambda x: "tf32")
         causal = changed and change == "option"
-        attention(query, key, query, causal=causal)
+        with products("tf32" if changed and change == "precision" else torch.backends.cuda.matmul.fp32_precision):
+            attention(query, key, query, causal=causal)
 
-    for changed in (False, False):
+    for changed in (False, False, False):
         call(changed)
     assert launches.asked == 1
     call(True)
