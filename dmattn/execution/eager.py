@@ -19,6 +19,7 @@ from ..problem import Problem, autocast
 from ..rehearsal import thread as rehearsal
 from . import flops, operators, passes
 from .passes import FIXED, Forward, fixed_of, learned_of
+from .replay import Replayed
 from .watching import nobody_watches, nothing_watches, profiled
 
 
@@ -53,9 +54,7 @@ def attend(
         bias = Distances.of(bias)
         learned = bias.table
     options = (mask, bias, causal, window, scale, softcap, dropout_p, sinks, *others)
-    function: Callable[..., Forward] | None = None
-    if nobody_watches() and forward_ad._current_level < 0 and not advice.asked:
-        function = passes.checked_forward.known((query, key, value, *options))
+    function = _known(passes.checked_forward, (query, key, value, *options))
     if function is None:
         function = passes.checked_forward
         missing = query is None or key is None or value is None
@@ -77,12 +76,20 @@ def _name_of(bias: Any, top_left: bool = False, mask_name: str | None = None) ->
 
 def call(problem: Problem) -> tuple[Tensor, Tensor]:
     """The same of a problem."""
-    # a compiler cannot trace the itemgetter
-    if torch.compiler.is_compiling() or not nothing_watches((*learned_of(problem), *fixed_of(problem))) or forward_ad._current_level >= 0:
-        return operators.by_operator(problem)
-    if advice.asked:
-        advice.look_at(problem.bias, "bias" if problem.zero is None else "bias.table")
-    return _directly(passes.forward, (problem,), learned_of(problem), fixed_of(problem))
+    function = _known(passes.forward, (problem,))
+    if function is None:
+        function = passes.forward
+        # a compiler cannot trace the itemgetter
+        if torch.compiler.is_compiling() or not nothing_watches((*learned_of(problem), *fixed_of(problem))) or forward_ad._current_level >= 0:
+            return operators.by_operator(problem)
+        if advice.asked:
+            advice.look_at(problem.bias, "bias" if problem.zero is None else "bias.table")
+    return _directly(function, (problem,), learned_of(problem), fixed_of(problem))
+
+
+def _known(function: Replayed, arguments: tuple) -> Callable[..., Forward] | None:
+    """What repeats a pass on arguments that are known, if no derivative in forward mode is taken and nobody is to look at them."""
+    return function.known(arguments) if nobody_watches() and forward_ad._current_level < 0 and not advice.asked else None
 
 
 def _directly(
