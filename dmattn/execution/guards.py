@@ -75,52 +75,61 @@ def guard_of(arguments: Sequence[Any]) -> Guard | None:
     guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     if not hasattr(guards, "TensorGuards"):
         return None
-    names: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
-    lines: list[str] = []
-
-    def constant(x: Any) -> str:
-        names[f"c{len(names)}"] = x
-        return f"c{len(names) - 1}"
-
-    def compare(values: Sequence[Any], prefix: str) -> list[str]:
-        """Write the lines that compare values; their names."""
-        own = [f"{prefix}{place}" for place in range(len(values))]
-        singles, tuples = [], []
-        for name, x in zip(own, values, strict=True):
-            if isinstance(x, Tensor):
-                same = next((other for other, y in tensors.items() if y is x), None)  # torch's guard takes none twice
-                if same is not None:
-                    singles.append(f"{name} is {same}")
-                else:
-                    tensors[name] = x
-            elif x is None or x is True or x is False:
-                singles.append(f"{name} is {x}")
-            elif isinstance(x, tuple):
-                singles.append(f"type({name}) is {constant(type(x))} and len({name}) == {len(x)}")
-                tuples.append((name, x))
-            else:
-                of, value = constant(type(x)), constant(x)
-                singles.append(f"({name} is {value} or type({name}) is {of} and {name} == {value})")
-        if singles:
-            lines.append(f"if not ({' and '.join(singles)}): return False")
-        for name, x in tuples:
-            if x:
-                at = len(lines)
-                opened = compare(x, f"{name}_")
-                lines.insert(at, f"{', '.join(opened)}, = {name}")
-        return own
-
-    parameters = ", ".join(compare(arguments, "a"))
+    writer = _Writer()
+    parameters = ", ".join(writer.compare(arguments, "a"))
+    names, tensors = writer.names, writer.tensors
     shown = guards.TensorGuards(*tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    conditions = [f"{constant(shown.check)}({', '.join(tensors)})"]
+    conditions = [f"{writer.constant(shown.check)}({', '.join(tensors)})"]
     places = {name: x.data_ptr() & 15 for name, x in tensors.items()}
     aligned = " | ".join(f"{name}.data_ptr()" for name, place in places.items() if not place)
     conditions += [f"not ({aligned}) & 15"] if aligned else []
     conditions += [f"{name}.data_ptr() & 15 == {place}" for name, place in places.items() if place]
     dtype = first_of(arguments).dtype
     if dtype == torch.float32:
-        conditions.append(f"{constant(dot_precision)}({constant(dtype)}) == {constant(dot_precision(dtype))}")
-    text = "\n    ".join([f"def alike({parameters}):", *lines, f"return {' and '.join(conditions)}"])
+        conditions.append(f"{writer.constant(dot_precision)}({writer.constant(dtype)}) == {writer.constant(dot_precision(dtype))}")
+    text = "\n    ".join([f"def alike({parameters}):", *writer.lines, f"return {' and '.join(conditions)}"])
     exec(compiled(text), names)
     return names["alike"]
+
+
+class _Writer:
+    """Writes lines that compare values, by names of constants and of tensors; in no cycle of references, which would keep the tensors."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.lines: list[str] = []
+
+    def constant(self, x: Any) -> str:
+        """The name of a constant."""
+        name = f"c{len(self.names)}"
+        self.names[name] = x
+        return name
+
+    def compare(self, values: Sequence[Any], prefix: str) -> list[str]:
+        """Write the lines that compare values; their names."""
+        own = [f"{prefix}{place}" for place in range(len(values))]
+        singles, tuples = [], []
+        for name, x in zip(own, values, strict=True):
+            if isinstance(x, Tensor):
+                same = next((other for other, y in self.tensors.items() if y is x), None)  # torch's guard takes none twice
+                if same is not None:
+                    singles.append(f"{name} is {same}")
+                else:
+                    self.tensors[name] = x
+            elif x is None or x is True or x is False:
+                singles.append(f"{name} is {x}")
+            elif isinstance(x, tuple):
+                singles.append(f"type({name}) is {self.constant(type(x))} and len({name}) == {len(x)}")
+                tuples.append((name, x))
+            else:
+                of, value = self.constant(type(x)), self.constant(x)
+                singles.append(f"({name} is {value} or type({name}) is {of} and {name} == {value})")
+        if singles:
+            self.lines.append(f"if not ({' and '.join(singles)}): return False")
+        for name, x in tuples:
+            if x:
+                at = len(self.lines)
+                opened = self.compare(x, f"{name}_")
+                self.lines.insert(at, f"{', '.join(opened)}, = {name}")
+        return own

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -104,6 +106,38 @@ def test_tensors_that_were_one_are_to_be_one_again() -> None:
         True,
         True,
     ]
+
+
+def test_no_guard_keeps_tensors() -> None:
+    """Not until garbage is collected either."""
+    gc.disable()
+    try:
+        x, y = rows(), rows(16)
+        alive = [weakref.ref(x), weakref.ref(y)]
+        guard = guard_of((x, Pair((y, None), 2), x))
+        assert guard is not None
+        assert guard(x, Pair((y, None), 2), x)
+        del x, y
+        assert [each() for each in alive] == [None, None]
+    finally:
+        gc.enable()
+
+
+@on_a_cpu
+def test_no_call_keeps_tensors(launches: Launches) -> None:
+    """From its first to its fourth, recorded, given a guard or repeated."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(4):
+            tensors = [torch.randn(2, 2, 5, 16, requires_grad=True) for _ in range(3)]
+            out = attention(*tensors, bias=(bias := torch.randn(2, 5, 5, requires_grad=True)))
+            out.sum().backward()
+            alive = [weakref.ref(x) for x in (*tensors, bias, out)]
+            del tensors, bias, out
+            assert [each() for each in alive] == [None] * 5
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("setting", ["tf32", "ieee"])
