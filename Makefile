@@ -44,12 +44,14 @@ $(VENV)/recipes: tests/recipes.txt $(VENV)/installed
 	@mv $@.new $@ && touch $@
 endif
 
+recipes: $(recipes)
+
 # One thread a worker: small operations on several threads wait for each other more than they compute. Plugins are used where they are installed.
 pytest = OMP_NUM_THREADS=$(THREADS) $(python) -m pytest $$($(python) -c "from importlib.util import find_spec as has; \
 	print('-n $(WORKERS) --dist worksteal' * bool(has('xdist')), '--timeout 600' * bool(has('pytest_timeout')))")
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-replay test-pytorch test-processors numerical test-kernels gpu memcheck prove lint docs test-wheel bench
+.PHONY: help demo test test-full test-replay test-pytorch test-processors numerical test-kernels gpu memcheck prove lint docs test-wheel recipes bench
 
 help:
 	@echo "make demo          check this machine: equivalence with fp64, then a T5 and a Llama trained with eager attention and with dmattn"
