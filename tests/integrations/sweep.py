@@ -192,7 +192,6 @@ def sweep(kind: str) -> dict[str, Any]:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         result |= dict(verdict="ERROR", detail=f"{type(error).__name__}: {str(error)[:400]} ({Path(last.filename).name}:{last.lineno})")
-    gc.collect()
     return result | dict(seconds=round(time.time() - began, 1))
 
 
@@ -332,6 +331,7 @@ def main() -> None:
         if kind in done:
             continue
         results.append(sweep(kind))
+        gc.collect()  # the model
         print(f"{results[-1]['seconds']:5.1f} {kind}: {results[-1]['verdict']}: {results[-1].get('detail')}", flush=True)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
