@@ -43,7 +43,7 @@ def tensors(count: int) -> list[tuple[tuple[int, ...], torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(("sizes", "x"), tensors(300), ids=str)
+@pytest.mark.parametrize(("sizes", "x"), tensors(300), ids=lambda each: str(tuple(getattr(each, "shape", each))))  # writing a tensor takes long
 def test_every_batch_entry_is_found_where_it_lies(sizes: tuple[int, ...], x: torch.Tensor) -> None:
     flat = one_batch_axis("bias", x, sizes)
     batch, own = torch.Size(sizes).numel(), tuple(x.shape[:-3])
