@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from dmattn.kernels.base.layout import Stepped, SteppedThrice, Strided
@@ -14,6 +14,8 @@ BLOCKS = {"HEAD_DIM": "BLOCK_D", "VALUE_DIM": "BLOCK_DV"}
 """In which block a head dim is padded, or cut to pieces."""
 PANELS = {"DIM": 64, "DIM_V": 64}
 """Kernels for Hopper have no such block: they copy a head dim in panels of so many columns."""
+COLUMNS = (*PANELS, *BLOCKS.values())
+"""Which constants say how many columns a tile of queries, keys or values has."""
 SEVERAL_AXES = {len(Stepped._fields), len(SteppedThrice._fields)}
 """How many parts a tensor has with several axes before its heads. No other tuple in an argument has as many."""
 
@@ -30,24 +32,35 @@ def fewer(launches: Launches) -> list[tuple]:
     Of those that a GPU alone runs so is every flag, argument and rule of each, and every size of a tile. Integers that are told at the call, such as
     strides, have any one of their types, and of head dims one is enough of those in as many panels.
     """
-    return cover({launch: code_of(launch[0], *given) for launch, given in launches.items()})
+    return cover({launch: code_of(launch[0], *given) for launch, given in launches.items()}, work_in(launches))
 
 
 def beside(launches: Launches, others: Launches) -> list[tuple]:
     """What `fewer` has of these launches and not of those of another target is compiled, so kernels of this one alone as there, others once."""
     known = {each for launch, given in others.items() for each in code_of(launch[0], *given)}
-    return cover({launch: code_of(launch[0], *given) - known | {(name_of(launch[0]), "at all")} for launch, given in launches.items()})
+    found = {launch: code_of(launch[0], *given) - known | {(name_of(launch[0]), "at all")} for launch, given in launches.items()}
+    return cover(found, work_in(launches))
 
 
 def first_of_each_kernel(launches: Iterable[tuple]) -> list[tuple]:
     return list({function: (function, key) for function, key in reversed(list(launches))}.values())
 
 
-def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
-    """Few launches that together have all that these have.
+def work_in(launches: Launches) -> Callable[[tuple], int]:
+    """About how long each launch compiles: each consumer has code of its own, which grows with the columns of queries, keys and values."""
 
-    What the fewest have comes first, as they leave little choice: of those the launch that brings most of what is missing, the first of these.
-    At the end each gives way to the one that has least, and so compiles soonest, of those with what no other has, or to none.
+    def work(launch: tuple) -> int:
+        constants = {launch[0].arg_names[place]: constant for (place, *within), constant in launches[launch][1].items() if not within}
+        return constants.get("CONSUMERS", 1) * (64 + sum(constants.get(name, 0) for name in COLUMNS))
+
+    return work
+
+
+def cover(launches: dict[tuple, set[tuple]], work: Callable[[tuple], int] = lambda launch: 1) -> list[tuple]:
+    """Few launches that together have all that these have, and little work.
+
+    What the fewest have comes first, as they leave little choice: of those the launch of least work, that brings most of what is missing, the
+    first of these. At the end each gives way to one of least work, that has least, of those with what no other has, or to none.
     """
     having: dict[tuple, list[tuple]] = {}
     for launch, found in launches.items():
@@ -56,7 +69,7 @@ def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
     missing, chosen = set(having), []
     for each in sorted(having, key=lambda each: (len(having[each]), repr(each))):
         if each in missing:
-            chosen.append(max(having[each], key=lambda launch: len(launches[launch] & missing)))
+            chosen.append(max(having[each], key=lambda launch: (-work(launch), len(launches[launch] & missing))))
             missing -= launches[chosen[-1]]
     times = Counter(each for launch in chosen for each in launches[launch])
     simplest: list[tuple] = []
@@ -65,7 +78,7 @@ def cover(launches: dict[tuple, set[tuple]]) -> list[tuple]:
         alone = {each for each in launches[launch] if not times[each]}
         if alone:
             with_all = (other for other in having[min(alone, key=repr)] if alone <= launches[other])
-            simplest.append(min(with_all, key=lambda other: len(launches[other])))
+            simplest.append(min(with_all, key=lambda other: (work(other), len(launches[other]))))
             times.update(launches[simplest[-1]])
     return simplest
 

@@ -107,6 +107,18 @@ def test_a_launch_gives_way_to_those_that_came_later() -> None:
     assert covering("apqrs", "abxy", "b", "cpqrs", "c", "xypqrs", "xy") == [1, 3], "the first has most where a is sought"
 
 
+def test_a_launch_of_less_work_is_chosen() -> None:
+    """Of two with the same code, as tiles of kernels that are not Hopper's are none: fewer columns, and fewer consumers."""
+    assert chosen(fewer, launch(block=128), launch(block=32)) == [1]
+    assert chosen(fewer, launch(block=32), launch(block=128)) == [0]
+    of = kernel("portable.forward", (*ARGUMENTS, "CONSUMERS"))
+    several, one = (
+        ({**signature, "CONSUMERS": "constexpr"}, constants | {(4,): number}) for number in (3, 1) for signature, constants in [launch()]
+    )
+    assert chosen(fewer, several, one, of=of) == [1]
+    assert chosen(fewer, one, several, of=of) == [0]
+
+
 @pytest.mark.parametrize("other", [launch(length="i64"), launch(q=("*bf16", "i32", "constexpr"))])
 def test_sizes_of_integers_are_left_out(other: Launch) -> None:
     assert len(chosen(fewer, launch(), other)) == 1
