@@ -7,12 +7,13 @@ python tests/compile_report.py sm_90 --beside  compiles what --fewer would, but 
 python tests/compile_report.py gfx942 --once   compiles each kernel for the first launch that has it
 
 The launches are the real ones, on tensors of the "meta" device; each becomes a compilation with exactly the specialisation that a launch
-would have. One process per target, and under it one per compilation.
+would have. One process per compilation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import json
@@ -444,6 +445,7 @@ def launch_all(compiler: Compiler) -> None:
         kernels.factor_gradients((columns, columns), (factors, factors), largest, form, 32)
 
 
+@functools.cache
 def noted(name: str) -> covers.Launches:
     """The launches for a target, none of which is compiled."""
     with Compiler(gpu_target(name)) as compiler:

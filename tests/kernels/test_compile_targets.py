@@ -14,7 +14,9 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from compile_report import shared_barriers
@@ -26,10 +28,17 @@ pytestmark = [
     pytest.mark.compile_only,
     pytest.mark.skipif(interpreting(), reason="compiles, which a process with TRITON_INTERPRET=1 cannot"),
 ]
-REPORT = Path(__file__).parents[1] / "compile_report.py"
+TESTS = Path(__file__).parents[1]
+REPORTS = """
+import json, sys
+from compile_report import report
+
+for line in sys.stdin:
+    print("rows", json.dumps(report(*line.split())), flush=True)
+"""
 # sm_80 has 166912 bytes, but its tiles are those of sm_86, sm_89 and sm_120 too.
 SHARED_MEMORY = {"sm_80": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
-LEFT_OUT = {"sm_80": "--fewer", "sm_90": "--beside", "sm_100": "--once", "gfx942": "--once"} if not os.environ.get("DMATTN_FULL") else {}
+CHOSEN = {"sm_80": "fewer", "sm_90": "beside", "sm_100": "once", "gfx942": "once"} if not os.environ.get("DMATTN_FULL") else {}
 
 # Bytes of spill stores a program may have. dK/dV at head dim 128 spills a little in its fastest known form.
 MOST_SPILLED = 512
@@ -91,16 +100,33 @@ def test_barriers_whose_memory_has_another_use_are_counted(store: str, shared: i
     assert shared_barriers(code) == shared
 
 
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], list[dict[str, Any]]]]:
+    """The report for a target, of one process for all of them: each would import torch for seconds, and note the launches of others again."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    errors = tmp_path_factory.mktemp("report") / "stderr"
+    with errors.open("w") as stream:
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stream)
+        with subprocess.Popen([sys.executable, "-c", REPORTS], env=environment, text=True, **pipes) as process:
+
+            def of(target: str) -> list[dict[str, Any]]:
+                print(target, CHOSEN.get(target, "all"), file=process.stdin, flush=True)
+                found = next((line for line in process.stdout if line.startswith("rows ")), None)
+                assert found is not None, errors.read_text()[-3000:]
+                rows = json.loads(found.removeprefix("rows "))
+                ended = [f"{row['case']}: {row['kernel']} ended with status {row['ended']}" for row in rows if "ended" in row]
+                assert not ended, "\n".join([*ended, errors.read_text()[-3000:]])
+                return rows
+
+            yield of
+            process.stdin.close()
+
+
 @pytest.mark.timeout(3600)  # minutes of compiling, many where other processes keep the processor busy
 @pytest.mark.parametrize("target", SHARED_MEMORY)
-def test_kernels_compile_without_excess(target):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, REPORT, target, "--json", *LEFT_OUT.get(target, "").split()]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows = json.loads(run.stdout.splitlines()[-1])
-    ended = [f"{row['case']}: {row['kernel']} ended with status {row['ended']}" for row in rows if "ended" in row]
-    assert not ended, "\n".join([*ended, run.stderr[-3000:]])
+def test_kernels_compile_without_excess(target: str, report: Callable[[str], list[dict[str, Any]]]) -> None:
+    rows = report(target)
     kernels = {row["kernel"] for row in rows}
     expected = {"_forward_kernel", "_terms_kernel", "_key_gradients_kernel", "_query_gradients_kernel", "_shared_gradient_kernel"}
     expected |= {"_one_tile_forward_kernel", "_one_tile_gradients_kernel", "_sum_parts_kernel"}
