@@ -18,6 +18,7 @@ from typing import Any
 import libraries
 import pytest
 import torch
+from processes import collect_rarely
 
 from dmattn import attention
 from dmattn.execution import backend
@@ -80,11 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, Any, Any]:
-    """What collecting makes stays until the end: the garbage collector looks at none of it, neither then nor in each test.
-
-    Nor does it often look at all that tests import and compile, which took a seventh of the time of a model's tests. With a GPU it does, as ever:
-    tensors in garbage hold its memory.
-    """
+    """What collecting makes stays until the end: the garbage collector looks at none of it, neither then nor in each test."""
     gc.disable()
     try:
         return (yield)
@@ -93,7 +90,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.freeze()
         gc.enable()
         if not torch.cuda.is_available():
-            gc.set_threshold(10_000, 10, 100)
+            collect_rarely()
 
 
 @pytest.hookimpl(trylast=True)  # what is left of those that were asked for
