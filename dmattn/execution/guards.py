@@ -1,64 +1,88 @@
 """Guards: whether the arguments of a call look like those of an earlier one, asked of all their tensors at once.
 
-A dictionary of what each argument looks like (:mod:`.replay`) finds a record among a thousand, in the time of two launches. A model makes few
-kinds of calls, and most of its layers the same. So for each shape of the first tensor a few arguments have a guard: a Python function, written
-for them, of comparisons. It asks the tensors by what torch.compile has for its graphs, which compares Python types, dtypes, devices, shapes,
-strides, whether a gradient is required, and by dispatch keys whether anything is to see operators on them: a mode, autocast, torch.func. A call
-that no guard knows is looked up.
+A dictionary of what each argument looks like (:mod:`.replay`) finds any of a thousand records, but takes as long as two launches. Most calls of
+a model are of a few kinds. So a few kinds for each shape of the first tensor have a guard, which is faster: a Python function of comparisons,
+written for them. It asks the tensors by torch's guard of compiled graphs (:func:`.private.check_of`), whose dispatch keys say too whether a
+dispatch mode, autocast or torch.func is to see operators on them. A guard may refuse arguments that look the same, and never lets pass others.
+A call that no guard knows is looked up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..precision import dot_precision
+from .private import check_of
 from .record import compiled
+from .watching import PLAIN, is_plain
 
-SHAPES, KINDS = 256, 6  # of the first tensor; of calls with one of these
+SHAPES, EACH = 256, 6  # of the first tensor; guards for one of these
+TURN = 8  # where there is no room, one of so many calls that no guard knew has a guard in the place of the oldest
 Guard = Callable[..., bool]
-Known = tuple[Guard, Callable[..., Any], bool]  # a guard, what it stands before, and whether that serves calls with more keys
+
+
+class Entry(NamedTuple):
+    """A guard and the function that repeats its record."""
+
+    alike: Guard
+    repeat: Callable[..., Any]
 
 
 class Guards:
-    """What calls of a function are repeated by, for those of few kinds."""
+    """The guards of a function's calls."""
 
     def __init__(self) -> None:
-        self.known: dict[Any, tuple[Known, ...]] = {}
-        self.missed: Any = None  # what the last call looked like that had no guard
+        self.entries: dict[Any, tuple[Entry, ...]] = {}  # by the number of arguments and the shape of the first tensor
+        self.grown: dict[Callable[..., Any], Any] = {}  # of a record that serves calls with more keys, how the last that no guard knew looked
+        self.missed = 0  # calls for whose guards there was no room
 
     def find(self, arguments: Sequence[Any]) -> Callable[..., Any] | None:
-        """What repeats a call; None where no guard knows its arguments, which may be wrong."""
+        """The function that repeats a call; None if no guard knows the arguments, which nobody has checked yet and may be anything."""
         try:
-            for alike, repeat, _ in self.known.get(first_of(arguments).shape, ()):
-                if alike(*arguments):
-                    return repeat
-        except (AttributeError, TypeError):  # no tensor, or none with a shape
-            pass
+            shape = first_of(arguments).shape if type(first_of(arguments)) in PLAIN else None
+        except (IndexError, RuntimeError):  # an empty tuple, a tensor without a shape
+            return None
+        for alike, repeat in self.entries.get((len(arguments), shape), ()):
+            if alike(*arguments):
+                return repeat
         return None
 
     def add(self, arguments: Sequence[Any], looks: Any, repeat: Callable[..., Any], grows: bool) -> None:
-        """Know such a call from now on. One whose record `grows` has a guard when it is made twice in turn, in the place of the last such."""
-        seen, self.missed = self.missed, looks
-        if grows and seen != looks:
-            return
-        shape = first_of(arguments).shape
-        others = self.known.get(shape, ())
-        if grows:
-            others = tuple(each for each in others if not each[2])
-        if len(others) == KINDS or (shape not in self.known and len(self.known) == SHAPES):
-            return
-        guard = guard_of(arguments)
-        if guard is not None:
-            self.known[shape] = (*others, (guard, repeat, grows))
+        """Know such a call from now on, if there is room for its guard or its turn has come.
 
-    def clear(self) -> None:
-        """Know none."""
-        self.known.clear()
-        self.missed = None
+        A record that serves calls with more keys (`grows`) has one guard, for the call that was made twice running: a cache that grows at each
+        call would have one written each time.
+        """
+        if grows:
+            seen, self.grown[repeat] = self.grown.get(repeat), looks
+            if seen != looks:
+                return
+        place = len(arguments), first_of(arguments).shape
+        others = self.entries.get(place, ())
+        if grows:
+            others = tuple(each for each in others if each.repeat is not repeat)
+        full = len(others) >= EACH if place in self.entries else len(self.entries) >= SHAPES
+        if full and not grows:
+            self.missed += 1
+            if self.missed % TURN:
+                return
+        guard = guard_of(arguments)
+        if guard is None or not guard(*arguments):
+            return
+        if full and place not in self.entries:
+            for oldest in list(self.entries)[:1]:  # of a copy: other threads may change it meanwhile
+                self.entries.pop(oldest, None)
+        self.entries[place] = (*others[max(0, len(others) - EACH + 1) :], Entry(guard, repeat))
+
+    def drop(self, repeat: Callable[..., Any] | None) -> None:
+        """Have no guard before a record."""
+        self.grown.pop(repeat, None)  # type: ignore[arg-type]
+        for place, entries in list(self.entries.items()):
+            self.entries[place] = tuple(each for each in entries if each.repeat is not repeat)
 
 
 def first_of(arguments: Sequence[Any]) -> Any:
@@ -67,19 +91,18 @@ def first_of(arguments: Sequence[Any]) -> Any:
 
 
 def guard_of(arguments: Sequence[Any]) -> Guard | None:
-    """A function that tells whether other arguments look as these do; None where torch lacks what it takes.
+    """A function that tells whether other arguments look as these do; None where a tensor is not plain, or torch has no guard of tensors.
 
-    Of a tensor that is all that torch's guard compares and the last four bits of its address. Other values are the same or of the same type
-    and equal, tuples so in each of their values.
+    Tensors are compared as :func:`.private.check_of` says, and in their address modulo 16. Other values are the same, or of the same type and
+    equal; tuples so in each of their values.
     """
-    guards: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-    if not hasattr(guards, "TensorGuards"):
-        return None
     writer = _Writer()
     parameters = ", ".join(writer.compare(arguments, "a"))
     names, tensors = writer.names, writer.tensors
-    shown = guards.TensorGuards(*tensors.values(), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    conditions = [f"{writer.constant(shown.check)}({', '.join(tensors)})"]
+    check = check_of(tuple(tensors.values())) if all(map(is_plain, tensors.values())) else None
+    if check is None:
+        return None
+    conditions = [f"{writer.constant(check)}({', '.join(tensors)})"]
     places = {name: x.data_ptr() & 15 for name, x in tensors.items()}
     aligned = " | ".join(f"{name}.data_ptr()" for name, place in places.items() if not place)
     conditions += [f"not ({aligned}) & 15"] if aligned else []
@@ -89,7 +112,7 @@ def guard_of(arguments: Sequence[Any]) -> Guard | None:
         conditions.append(f"{writer.constant(dot_precision)}({writer.constant(dtype)}) == {writer.constant(dot_precision(dtype))}")
     text = "\n    ".join([f"def alike({parameters}):", *writer.lines, f"return {' and '.join(conditions)}"])
     exec(compiled(text), names)
-    return names["alike"]
+    return names.pop("alike")  # whose names are its globals: in them it would be garbage that only the collector finds
 
 
 class _Writer:
@@ -115,7 +138,8 @@ class _Writer:
                 same = next((other for other, y in self.tensors.items() if y is x), None)  # torch's guard takes none twice
                 if same is not None:
                     singles.append(f"{name} is {same}")
-                else:
+                else:  # for the reason of `check_of`
+                    singles.append(f"type({name}) is {self.constant(type(x))} and not {name}.is_nested")
                     self.tensors[name] = x
             elif x is None or x is True or x is False:
                 singles.append(f"{name} is {x}")

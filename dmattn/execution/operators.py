@@ -21,7 +21,7 @@ from ..problem import Problem
 from . import backend, derivatives, passes
 from .mapped import Mapped, refuse_batches
 from .passes import FIELDS, FIXED, LEARNED, RULES, fixed_of, learned_of, rules_of
-from .watching import nobody_watches, nothing_watches, profiled
+from .watching import is_plain, nobody_watches, profiled
 
 SHARED = ("mask", *BOUNDS, "bias", "blocks", "states")  # leading axes may share them
 _TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", int | None: "SymInt?", float: "float", float | None: "float?"}
@@ -155,7 +155,9 @@ def gradients(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None, needs: Seque
     try:
         if torch.is_grad_enabled():  # a second derivative may be asked for
             gradients = derivatives.backward(d_out, d_lse, out, lse, needs, problem)
-        elif nobody_watches() and ((known := passes.backward.known(arguments)) is not None or nothing_watches((d_out, d_lse, *saved))):
+        elif nobody_watches() and (
+            (known := passes.backward.known(arguments)) or all(is_plain(x) for x in (d_out, d_lse, *saved) if x is not None)
+        ):
             function = known or passes.backward
             gradients = (profiled("dmattn::backward", function) if profiler._is_profiler_enabled else function)(*arguments)
         else:

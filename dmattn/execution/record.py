@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-KINDS = 1024  # of records whose code is kept for the next of the same text
+KINDS = 2048  # of records and guards whose code is kept for the next of the same text
 
 
 class Step(NamedTuple):
@@ -93,4 +93,4 @@ def written(record: Record) -> Callable[..., Any]:
 @lru_cache(maxsize=KINDS)
 def compiled(text: str) -> CodeType:
     """The code of a record, which is the same for calls that differ in numbers alone."""
-    return compile(text, "<record>", "exec")
+    return compile(text, "<repeated call>", "exec")

@@ -3,8 +3,9 @@
 A function of this package checks, allocates, launches and asks PyTorch by the shapes, strides, dtypes and alignments of its tensors, by its
 numbers and by the device, never by the values of tensors. Finding it out again, and Triton's own search for a compiled
 kernel, take many times as long as launching. So the first call of a kind is recorded, which costs more than the call alone, and those after it
-repeat the record: a Python function, written for that kind of call, of nothing but allocations and launches. It does not ask Triton again:
-settings of Triton that are changed later reach such calls after :func:`forget`.
+repeat the record: a Python function, written for that kind of call, of nothing but allocations and launches. It is found by a guard
+(:mod:`.guards`), or else by what each argument looks like. It does not ask Triton again: settings of Triton that are changed later reach such
+calls after :func:`forget`.
 
 The environment says how, when dmattn is imported. ``DMATTN_REPLAY=0``: nothing is recorded or repeated. ``DMATTN_REPLAY=check``: each call that
 has a record is also made, under another recorder. Where the two differ in a launch, an allocation or a number, it raises RuntimeError.
@@ -31,7 +32,7 @@ from .recorder import Recorder
 MOST = 1024  # kinds of calls that a function remembers, of 10 to 30 KB each, and as many for a descriptor that met many addresses
 SETTINGS = ("0", "1", "check")
 
-_all: list[Replayed] = []
+_every: list[Replayed] = []
 _devices: tuple[str, ...]  # types of those whose calls are repeated: Triton's launchers for them take addresses in the place of tensors
 _checks: bool  # whether a record that is made is to be compared with the call
 
@@ -46,31 +47,35 @@ class Replayed:
     def __init__(self, function: Callable[..., Any], growing: Growing | None) -> None:
         update_wrapper(self, function)
         self.function, self.growing = function, growing
-        self.records: dict[tuple, Callable[..., Any] | None] = {}  # None: what it did cannot be repeated
-        self.guards = Guards()
-        _all.append(self)
+        self.forget()
+        _every.append(self)
+
+    def __reduce__(self) -> str:
+        """A copy is itself, as of any function."""
+        return self.function.__qualname__
 
     def known(self, arguments: Sequence[Any]) -> Callable[..., Any] | None:
-        """What repeats a call with these arguments, if a guard knows them: tensors are plain then, and no mode is to be shown operators."""
+        """The function that repeats a call with these arguments, if a guard knows them: tensors are plain then, and no dispatch mode is on."""
         return self.guards.find(arguments)
 
     def __call__(self, *arguments: Any) -> Any:
-        record = self.guards.find(arguments)
-        if record is not None:
-            return record(*arguments)
         first = first_of(arguments)
         device = first.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self(*arguments)
+        records, guards = self.records, self.guards  # those of now: what is found by them is not to outlive them
+        record = guards.find(arguments)
+        if record is not None:
+            return record(*arguments)
         if device not in _devices or recorder() is not None:
             return self.function(*arguments)
         try:
             key = (*map(_look, arguments), dot_precision(first.dtype))
             grown = None if self.growing is None else self.growing(arguments, key)
-            record = None if grown is None else self.records.get(grown[0])
+            record = None if grown is None else records.get(grown[0])
             grows = record is not None
-            record = self.records.get(key) if record is None else record
+            record = records.get(key) if record is None else record
         except (
             AttributeError,
             TypeError,
@@ -78,23 +83,22 @@ class Replayed:
         ):  # a value without hash, no tensor or one without strides: what is wrong the function says
             return self.function(*arguments)
         if record is not None:
-            self.guards.add(arguments, key, record, grows)
+            guards.add(arguments, key, record, grows)
             return record(*arguments)
-        if key in self.records or _unseen():
+        if key in records or _unseen():
             return self.function(*arguments)
-        for oldest in list(self.records)[: max(0, len(self.records) - MOST + 1)]:  # of a copy: other threads may change the records meanwhile
-            self.records.pop(oldest, None)
-            self.guards.clear()  # which may stand before it
+        for oldest in list(records)[: max(0, len(records) - MOST + 1)]:  # of a copy: other threads may change the records meanwhile
+            guards.drop(records.pop(oldest, None))
         shared, places = grown or (key, ())
         result, done = _recorded(self.function, arguments, places)
         kept = shared if done is not None and done.grows else key
-        self.records[kept] = done and (_checking(done, places) if _checks else written(done))
+        records[kept] = done and (_checking(done, places) if _checks else written(done))
         return result
 
     def forget(self) -> None:
         """Forget all records."""
-        self.records.clear()
-        self.guards.clear()
+        self.records: dict[tuple, Callable[..., Any] | None] = {}  # None: what it did cannot be repeated
+        self.guards = Guards()
 
 
 def replayed(function: Callable[..., Any] | None = None, *, growing: Growing | None = None) -> Any:
@@ -112,7 +116,7 @@ def replayed(function: Callable[..., Any] | None = None, *, growing: Growing | N
 
 def forget() -> None:
     """Forget all records."""
-    for each in _all:
+    for each in _every:
         each.forget()
 
 

@@ -13,10 +13,12 @@ from torch.autograd.profiler import record_function
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+PLAIN = (Tensor, torch.nn.Parameter)  # types
+
 
 def nothing_watches(tensors: Sequence[Tensor | None]) -> bool:
     """Whether plain tensors are computed with, and neither a compiler nor a mode nor torch.func has to be shown an operator."""
-    return nobody_watches() and all(_is_plain(x) for x in tensors if x is not None)
+    return nobody_watches() and all(is_plain(x) for x in tensors if x is not None)
 
 
 def nobody_watches() -> bool:
@@ -29,9 +31,9 @@ def nobody_watches() -> bool:
     return not torch._C._len_torch_function_stack() or all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
-def _is_plain(x: Tensor) -> bool:
+def is_plain(x: Tensor) -> bool:
     """Whether the memory of a tensor holds its values: it is no subclass, and no sign or zero waits to be applied to it."""
-    return type(x) in (Tensor, torch.nn.Parameter) and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor()
+    return type(x) in PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg() and not x._is_zerotensor()
 
 
 def profiled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -120,7 +120,7 @@ class Kernel:
 class Launches(TorchDispatchMode):
     """Kernels that are launched, in place of launching them: name, programs and arguments, as addresses and numbers.
 
-    Inside, what is allocated stays, so that no address is given to two tensors.
+    While it is entered as a mode it keeps every tensor, so that no address is given to two of them.
     """
 
     def __init__(self) -> None:
