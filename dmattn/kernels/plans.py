@@ -162,13 +162,15 @@ def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         stores=stores,
     )
     if sizes is None:
-        beside = "".join(f", {name}" for name in sorted(traits.features) if name.endswith("of pairs"))
+        named = [name for name in sorted(traits.features) if name.endswith("of pairs")]
+        beside = f" beside {' and '.join(named)}" if named else ""
         yield f"has no room on chip for {traits.len_q} queries with head dims {dims_of(traits)}{beside}"
     sequences = traits.batch * traits.heads
     rounds = triton.cdiv(sequences, traits.processors)
     if sequences < LEAST_FILL * rounds * traits.processors:
-        filled = f"{LEAST_FILL:.0%} of the rounds of {traits.processors} multiprocessors"
-        yield f"is for (batch, head) that fill {filled}, not {sequences} in {rounds}"
+        filled = f"{LEAST_FILL:.0%} of whole rounds of {traits.processors} multiprocessors"
+        part = f"{sequences / (rounds * traits.processors):.0%}"
+        yield f"is for batch x heads that fill {filled}, not {sequences}, which fill {part} of {rounds}"
     if D_BIAS_SHARED in traits.wanted and traits.features <= PAIR_BIAS | WINDOW | EVERY and hopper_plans.shared_query(traits) is None:
         yield 'leaves d_query beside a shared d_bias to "Hopper: d_query, d_bias"'
     if max(traits.head_dim, traits.value_dim) <= 16 and "mask of keys" in traits.features and whole_rows(traits) is None:

@@ -171,7 +171,7 @@ def test_a_float_mask_is_described_and_is_eagers_to_whoever_reads_it(padding: Te
     assert torch.equal(mask + 0, want)
     assert torch.equal(torch.cat([mask, want], dim=-1)[..., :7], want)
     assert torch.equal(mask.float(), want.float())
-    assert type(mask.to(torch.bfloat16)) is DescribedMask
+    assert isinstance(mask.to(torch.bfloat16), DescribedMask)
 
 
 def test_a_float_mask_that_was_edited_counts_as_edited(calls: list[dict]) -> None:

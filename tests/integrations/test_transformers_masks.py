@@ -21,6 +21,7 @@ from dmattn.masks import IntervalMask
 transformers = pytest.importorskip("transformers", reason="the integration needs transformers")
 
 import transformers.masking_utils as rules  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
 
 from dmattn.integrations import transformers as integration  # noqa: E402
 from dmattn.integrations.transformers import described_mask  # noqa: E402
@@ -401,6 +402,30 @@ def test_layers_compiled_one_by_one_take_the_description() -> None:
         layer.compile(backend="aot_eager", fullgraph=True)
     for mask, logits in zip((None, HIDDEN), want, strict=True):
         torch.testing.assert_close(model(input_ids=tokens, attention_mask=mask, use_cache=False).logits, logits)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("len_q", [1, 6])
+def test_intervals_are_made_for_whoever_asks(len_q: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention does not, where causality and the window say it all; the tensor, and a device that it is moved to, do."""
+    made: list[tuple] = []
+    bounds = described_mask._bounds
+    monkeypatch.setattr(described_mask, "_bounds", lambda *given: (made.append(given), bounds(*given))[1])
+    rule = rules.causal_mask_function
+    if window is not None:
+        rule = rules.sliding_window_causal_mask_function(window)
+    place = dict(batch_size=2, q_length=len_q, kv_length=9, q_offset=9 - len_q, mask_function=rule, config=LlamaConfig())
+    mask = integration.make_mask(**place)
+    query, key, value = (torch.randn(2, 2, length, 8) for length in (len_q, 9, 9))
+    out, _ = integration.attend(nn.Module().eval(), query, key, value, mask)
+    assert not made
+    place.pop("config")
+    dense = rules.sdpa_mask(**place, allow_is_causal_skip=False)
+    torch.testing.assert_close(out, integration.attend(nn.Module().eval(), query, key, value, dense)[0])
+    assert not made
+    assert torch.equal(mask.detach() & True, dense)
+    assert torch.equal(mask[..., 1:], dense[..., 1:])
+    assert len(made) == 1, "once for a mask and its views"
 
 
 @pytest.mark.skipif(interpreting(), reason="torch.compile and Triton's interpreter do not combine")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,8 @@ class DescribedMask(Described):
     :func:`dmattn.integrations.transformers.attend` reads what it stands for (:func:`arguments`).
 
     Attributes:
-        first, last: int32, (K,) or (B, 1, K): query i attends key j iff ``first[..., j] <= i < last[..., j]``.
+        first, last: int32, (K,) or (B, 1, K): query i attends key j iff ``first[..., j] <= i < last[..., j]``. Where `causal_window` says it
+            all they are made when somebody asks for them (:class:`_Later`).
         causal_window: (causal, window) of :func:`dmattn.attention` where these two say it all, else None.
     """
 
@@ -68,6 +69,40 @@ class DescribedMask(Described):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> DescribedMask:
         return DescribedMask(inner["first"], inner["last"], (size[0], size[2]), *context)  # lengths stay out of what a graph is guarded on
+
+
+class _Later(DescribedMask):
+    """One that is `causal_window`, whose intervals are made when somebody asks for them: a dozen operations, at each token of a generation."""
+
+    _make: Callable[[], tuple[Tensor, Tensor]]
+    _bounds: tuple[Tensor, Tensor] | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        make: Callable[[], tuple[Tensor, Tensor]],
+        size: tuple[int, ...],
+        device: torch.device | str,
+        causal_window: Any,
+        dtype: torch.dtype,
+    ) -> _Later:
+        """Of `size` (B, 1, Q, K)."""
+        self = cls._new(size, dtype, torch.empty(0, device=device).device)  # with its number
+        self._make, self._bounds, self.causal_window = make, None, causal_window
+        return self
+
+    def _both(self) -> tuple[Tensor, Tensor]:
+        if self._bounds is None:
+            self._bounds = self._make()
+        return self._bounds
+
+    @property
+    def first(self) -> Tensor:  # type: ignore[override]
+        return self._both()[0]
+
+    @property
+    def last(self) -> Tensor:  # type: ignore[override]
+        return self._both()[1]
 
 
 def arguments(mask: DescribedMask) -> tuple[Tensor | IntervalMask | None, bool, tuple[int | None, int | None] | None]:
@@ -167,16 +202,30 @@ def _describe(
             causal_window = None
     if q_length == 1 and causal_window is None:
         return None
-    bounds = _bounds(found, _Place(batch_size, q_length, kv_length, q_offset, kv_offset, device))
+    place = _Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    if causal_window is not None:
+        return _Later(partial(_bounds_of_rules, found, place), (batch_size, 1, q_length, kv_length), device, causal_window, dtype)
+    bounds = _bounds(found, place)
     if bounds is None:
         return None
     first, last = bounds
     if padding is not None:
         last = torch.where(padding, last, 0)
-    first, last = (bound.clamp(0, q_length).to(torch.int32) for bound in (first, last))
+    first, last = _within(first, last, q_length)
     if max(first.ndim, last.ndim) == 2:
         first, last = (bound.expand(batch_size, kv_length)[:, None] for bound in (first, last))
     return DescribedMask(first, last, (batch_size, q_length), causal_window, dtype)
+
+
+def _bounds_of_rules(found: list[_Rule], at: _Place) -> tuple[Tensor, Tensor]:
+    """The bounds of a mask that is `causal_window`, (K,)."""
+    bounds = _bounds(found, at)
+    assert bounds is not None, "dmattn: conditions on distances alone are an interval"
+    return _within(*bounds, at.len_q)
+
+
+def _within(first: Tensor, last: Tensor, len_q: int) -> tuple[Tensor, Tensor]:
+    return first.clamp(0, len_q).to(torch.int32), last.clamp(0, len_q).to(torch.int32)
 
 
 def _bounds(found: list[_Rule], at: _Place) -> tuple[Tensor, Tensor] | None:
