@@ -408,6 +408,7 @@ def test_layers_compiled_one_by_one_take_the_description() -> None:
 @pytest.mark.parametrize("len_q", [1, 6])
 def test_intervals_are_made_for_whoever_asks(len_q: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention does not, where causality and the window say it all; the tensor, and a device that it is moved to, do."""
+    assert described_mask._transformers_agrees()  # which makes small ones, once in a process
     made: list[tuple] = []
     bounds = described_mask._bounds
     monkeypatch.setattr(described_mask, "_bounds", lambda *given: (made.append(given), bounds(*given))[1])
