@@ -9,13 +9,13 @@ import triton.language as tl
 from ...problem import Problem
 from .described import Packed, totals_of
 from .leading import Nested
+from .whole import multiple, whole_of
 
 
 class Strided(NamedTuple):
     """A (batch, head, row, col) tensor: base pointer and element strides, 0 where the axis is broadcast.
 
-    `group` query heads share one entry of the head axis. A vector per row has col = 0. `whole` is a tuple of ones, as many as say what all
-    strides but col are multiples of (`multiple`). Triton sees multiples of 16 by itself, and lengths of tuples anywhere.
+    `group` query heads share one entry of the head axis. A vector per row has col = 0. `whole` says what is known of strides (whole.py).
     """
 
     ptr: Any
@@ -155,10 +155,6 @@ PLAIN, ONCE = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fiel
 QUERIES, KEYS, TERMS = (tl.constexpr(len(kind._fields)) for kind in (OfQueries, OfKeys, OfTerms))
 ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanFromBefore._fields))
 UNIT = tl.constexpr(64)  # of terms
-# How many ones say that strides of 16-bit numbers are multiples of 8 (16 bytes), or else even (4 bytes). Triton names the code of a helper by
-# the types of all numbers in its arguments, in loops without the tuples that hold them: kinds with as many numbers would share code. With these
-# no two kinds have as many. With 5, a bias was taken for keys.
-ALIGNED, EVEN = tl.constexpr(9), tl.constexpr(17)
 
 
 def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries | OfKeys | OfTerms | None:
@@ -169,7 +165,7 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries
     if x is None:
         return None
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    others = head, row, col[0] if col else 0, heads // x.shape[1], _whole(x, batch | head | row)
+    others = head, row, col[0] if col else 0, heads // x.shape[1], whole_of(x, batch | head | row, side_by_side=col == [1])
     if isinstance(x, Packed):
         if x.in_blocks:
             return OfTerms(x.tensor, *others[:3], x.unit)
@@ -181,18 +177,6 @@ def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries
     if len(quotients) == 2:
         return Stepped(x.tensor, batch, *others, unit, *quotients)
     return SteppedThrice(x.tensor, batch, *others, unit, *quotients, *(1, 0) * (3 - len(quotients) // 2))
-
-
-def _whole(x: Any, strides: int) -> tuple[int, ...]:
-    """As many ones as say what all strides, given by their bits, are multiples of, if not of 16, which Triton sees, of 16-bit numbers."""
-    if isinstance(x, Nested) and x.places is not None:
-        unit, *quotients = x.places
-        strides |= unit
-        for step in quotients[1::2]:
-            strides |= step
-    if not x.dtype.is_floating_point or x.dtype.itemsize != 2 or strides % 16 == 0 or strides % 2:
-        return (1,)
-    return (1,) * (EVEN.value if strides % 8 else ALIGNED.value)
 
 
 def strided_by_head(x: Any) -> Strided | None:
@@ -236,32 +220,18 @@ def under_head(seq, head):
 
 
 @triton.jit
-def slice_pointer(t, seq, EVENLY: tl.constexpr = False):
-    """Pointer to the first element of one sequence's slice, EVENLY as `multiple` has it."""
+def slice_pointer(t, seq):
+    """Pointer to the first element of one sequence's slice."""
     if len(t) == TERMS:
         return t.ptr + tl.cast(first_row_in_blocks(seq), tl.int64) * t.unit + tl.cast(seq.head, tl.int64) * t.head
     else:
-        of_head = multiple(tl.cast(seq.head // t.group, tl.int64) * t.head, t.whole, EVENLY)
+        of_head = multiple(tl.cast(seq.head // t.group, tl.int64) * t.head, t.whole)
         if len(t) == QUERIES:
-            return t.ptr + multiple(tl.cast(seq.begin_q, tl.int64) * t.unit, t.whole, EVENLY) + of_head
+            return t.ptr + multiple(tl.cast(seq.begin_q, tl.int64) * t.unit, t.whole) + of_head
         elif len(t) == KEYS:
-            return t.ptr + multiple(tl.cast(seq.begin_k, tl.int64) * t.unit, t.whole, EVENLY) + of_head
+            return t.ptr + multiple(tl.cast(seq.begin_k, tl.int64) * t.unit, t.whole) + of_head
         else:
-            return t.ptr + multiple(own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch, t.whole, EVENLY) + of_head
-
-
-@triton.jit
-def multiple(x, whole, EVENLY: tl.constexpr = False):
-    """A number that `whole` says is a multiple of 8, for the compiler to know it: rows of 72 numbers go by 16 bytes then, not by 2.
-
-    EVENLY, it is to know of a multiple of 2, too, where lanes take neighbours by twos.
-    """
-    if len(whole) == ALIGNED:
-        return x // 8 * 8
-    elif EVENLY and len(whole) == EVEN:
-        return x // 2 * 2
-    else:
-        return x
+            return t.ptr + multiple(own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch, t.whole) + of_head
 
 
 @triton.jit

@@ -43,7 +43,8 @@ from .copies import (
     summed_dims,
     tiled,
 )
-from .registers import Hiding, capped, exponent_factor, load_pairs, load_vector, mask_of, ruled, up_to
+from .loaded_pairs import load_pairs
+from .registers import Hiding, capped, exponent_factor, load_vector, mask_of, ruled, up_to
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)

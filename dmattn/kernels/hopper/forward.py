@@ -62,6 +62,7 @@ from .forward_tile import (
     by_row,
     leave_out,
 )
+from .loaded_pairs import are_words, prefetch_bias
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     ahead_of,
@@ -166,6 +167,8 @@ def _forward_kernel(
     """
     follow()
     SUB: gl.constexpr = k.block_shape[2]
+    OF_WORDS: gl.constexpr = are_words(rules.bias.whole) if rules.bias is not None else False
+    OF_PAIRS: gl.constexpr = rules.bias_rows is not None and rules.bias_cols is not None
     config: gl.constexpr = Config(
         CONSUMERS=CONSUMERS,
         QUERIES=CONSUMERS * BLOCK_M,
@@ -178,7 +181,8 @@ def _forward_kernel(
         VALUE_DIM=VALUE_DIM,
         IN_TURN=IN_TURN,
         EVEN_N=EVEN_N,
-        OF_PAIRS=rules.bias_rows is not None and rules.bias_cols is not None,
+        OF_PAIRS=OF_PAIRS,
+        AHEAD=OF_PAIRS and OF_WORDS and bias is None and rules.lists is None,
         BIAS_FIRST=BIAS_FIRST,
         BACKWARDS=rules.lists is None and (rules.bias_rows is None or rules.bias_cols is None),
         PAIRS=product_layout(BLOCK_N),
@@ -258,6 +262,8 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
             if sources.bias is not None:
                 _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
+            for block in gl.static_range(BLOCKS):
+                prefetch_bias(sources.bias, rules, seq, row, starts[block], config.QUERIES, config.SUB)
             if rules.bits is not None:
                 following = listed_keys(rules, seq, row, step + config.BLOCK_N, walk, config.QUERIES, config.BLOCK_N, config.SUB)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
@@ -326,6 +332,7 @@ def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
         row_max=gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, config.PAIRS)),
         row_sum=lane_sums(zeros),
         turn=turn,
+        ahead=(),
     )
 
 

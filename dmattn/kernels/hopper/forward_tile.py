@@ -19,6 +19,7 @@ from ..base.softmax import rescaling, weights_at, weights_of
 from .copies import pieces, product_under_way, stage_of
 from .distances import numbers_of_pairs
 from .forward_steps import BLOCK_M, open_steps, step_of
+from .loaded_pairs import load_pairs, pairs_of_words, words_of_pairs
 from .registers import (
     Hiding,
     all_within,
@@ -27,7 +28,6 @@ from .registers import (
     capped,
     exponent_factor,
     lane_sums,
-    load_pairs,
     looked_at,
     mask_of,
     rounded_pairs,
@@ -55,6 +55,7 @@ class Config(NamedTuple):
     IN_TURN: Any  # consumers multiply one after the other
     EVEN_N: Any  # no tile goes past the end of the keys
     OF_PAIRS: Any  # there is a bias of pairs
+    AHEAD: Any  # consumers load it, for the next tile while they are busy with one
     BIAS_FIRST: Any  # queries are multiplied by the scale, and products added to the bias of pairs
     BACKWARDS: Any  # the last keys come first (`step_of`)
     PAIRS: Any  # layout of scores
@@ -110,6 +111,7 @@ class Sums(NamedTuple):
     row_max: Any  # [BLOCK_M]
     row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
     turn: Any  # how many tiles there were, those of blocks before included
+    ahead: Any  # (:class:`loaded_pairs.Words` of the next tile's bias, the key at which the last tile ends), where it is loaded AHEAD, or ()
 
 
 @gluon.constexpr_function
@@ -142,7 +144,7 @@ def leave_out(context, sums, begin, end, which: gl.constexpr, config: gl.constex
         mbarrier.wait(barriers.v_full.index(stage), phase)
         mbarrier.arrive(barriers.v_free.index(stage), count=1)
         turn += 1
-    return Sums(sums.acc, sums.weights, sums.row_max, sums.row_sum, turn)
+    return Sums(sums.acc, sums.weights, sums.row_max, sums.row_sum, turn, sums.ahead)
 
 
 @gluon.jit
@@ -155,6 +157,10 @@ def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constex
     HIDES_BEFORE: gl.constexpr = LISTS or (rules.right if config.BACKWARDS else rules.left) is not None
     HIDES_AFTER: gl.constexpr = not LISTS and (rules.left is not None if config.BACKWARDS else rules.right is not None or not config.EVEN_N)
     after = begin + config.BLOCK_N
+    if config.AHEAD:
+        until = gl.minimum(end, context.seq.len_k)
+        words = words_of_pairs(rules.bias, context.seq, context.row + which * BLOCK_M, begin, until, config.BLOCK_N, EDGE=True)
+        sums = Sums(sums.acc, sums.weights, sums.row_max, sums.row_sum, sums.turn, (words, until))
     sums = _add_tile(context, sums, begin, which, config, EDGE=FIRST_HIDES, FIRST=True)
     open_begin, open_end = open_steps(context, after, end, which, config)
     if HIDES_BEFORE:
@@ -167,7 +173,7 @@ def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constex
     if HIDES_AFTER:
         for step in range(open_end, end, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
-    return sums
+    return Sums(sums.acc, sums.weights, sums.row_max, sums.row_sum, sums.turn, ahead=())
 
 
 @gluon.jit
@@ -176,7 +182,7 @@ def add_last_values(context, sums, config: gl.constexpr):
     stage, phase = stage_of(sums.turn - 1, config.STAGES)
     acc = warpgroup_mma_wait(0, [_values_under_way(context, sums, stage, phase, config)])
     mbarrier.arrive(context.barriers.v_free.index(stage), count=1)
-    return Sums(acc, sums.weights, sums.row_max, sums.row_sum, sums.turn)
+    return Sums(acc, sums.weights, sums.row_max, sums.row_sum, sums.turn, sums.ahead)
 
 
 @gluon.jit
@@ -193,7 +199,7 @@ def _add_tile(
     stage = stage_of(sums.turn, config.STAGES)[0]
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     ADDS: gl.constexpr = not FIRST and not AGAIN
-    s, acc = _scores(context, sums, step, number, which, config, EDGE=EDGE, ADDS=ADDS, IN_TURN=config.IN_TURN and not AGAIN)
+    s, acc, ahead = _scores(context, sums, step, number, which, config, EDGE=EDGE, ADDS=ADDS, AGAIN=AGAIN)
     FAR: gl.constexpr = rules.bias is not None or rules.table is not None
     highest = gl.max(s, 1)  # [BLOCK_M]
     if number is not None:
@@ -216,7 +222,7 @@ def _add_tile(
     if not FIRST:
         acc = acc * by_row(alpha, acc)
     row_sum = sums.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.row_sum.type.layout))[:, None] + lane_sums(p)
-    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), new_max, row_sum, sums.turn + 1)
+    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), new_max, row_sum, sums.turn + 1, ahead)
 
 
 @gluon.jit
@@ -271,7 +277,7 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
     stage = stage_of(sums.turn, config.STAGES)[0]
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     votes = barriers.votes.index(which)
-    s, acc = _scores(context, sums, step, number, which, config, EDGE=False, ADDS=True, IN_TURN=config.IN_TURN)
+    s, acc, ahead = _scores(context, sums, step, number, which, config, EDGE=False, ADDS=True)
     FAR: gl.constexpr = rules.bias is not None or rules.table is not None
     if number is None:
         p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
@@ -289,17 +295,19 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
         near = all_within(added, votes, context.tiles.v.dtype)
     mbarrier.arrive(barriers.k_free.index(stage), count=1, pred=near != 0)
     row_sum = sums.row_sum + gl.where(near != 0, added, 0.0)
-    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), sums.row_max, row_sum, sums.turn + near), near
+    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), sums.row_max, row_sum, sums.turn + near, ahead), near
 
 
 @gluon.jit
 def _scores(
-    context, sums, step, number, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, ADDS: gl.constexpr, IN_TURN: gl.constexpr
+    context, sums, step, number, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr, ADDS: gl.constexpr,
+    AGAIN: gl.constexpr = False,
 ):  # fmt: skip
-    """(scores of a tile as `ruled` has them, out with the values of the tile before under way if it ADDS them).
+    """(scores of a tile as `ruled` has them, out with the values of the tile before under way if it ADDS them, `Sums.ahead` of the next tile).
 
-    Beside a table of distances scores lack the `number` that all pairs take, if there is one.
+    Beside a table of distances scores lack the `number` that all pairs take, if there is one. A tile that comes AGAIN loads its bias again.
     """
+    IN_TURN: gl.constexpr = config.IN_TURN and not AGAIN
     tiles, barriers, rules, seq, walk = context.tiles, context.barriers, context.rules, context.seq, context.walk
     start = 0  # where there are intervals, only a table needs it
     if rules.first is None or rules.table is not None:
@@ -321,7 +329,10 @@ def _scores(
     else:
         s = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)
     FROM_MEMORY: gl.constexpr = config.OF_PAIRS and tiles.bias is None
-    if FROM_MEMORY:
+    ahead = sums.ahead
+    if config.AHEAD and not AGAIN:
+        bias = pairs_of_words(ahead[0], rules.bias, seq, row, start, config.PAIRS)
+    elif FROM_MEMORY:
         bias = load_pairs(rules.bias, seq, rows, cols, row, start, EDGE)
     mbarrier.wait(barriers.k_full.index(stage), phase)
     if config.BIAS_FIRST:
@@ -329,6 +340,8 @@ def _scores(
             bias = _load_bias(tiles, stage, which, config)
         s = widened(bias)
         bias = None
+    if config.AHEAD and not AGAIN:  # once its registers are free
+        ahead = (words_of_pairs(rules.bias, seq, row, start + config.BLOCK_N, ahead[1], config.BLOCK_N, EDGE=True), ahead[1])
     if IN_TURN:
         mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
     s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), s, config.BIAS_FIRST or BY_PAIRS)
@@ -353,7 +366,7 @@ def _scores(
             s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=False)
     else:
         s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=EDGE)
-    return s, acc
+    return s, acc, ahead
 
 
 @gluon.jit

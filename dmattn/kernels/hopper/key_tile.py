@@ -29,7 +29,8 @@ from .copies import (
 )
 from .distances import numbers_of_pairs
 from .key_results import leave_d_scores
-from .registers import Hiding, capped, exponent_factor, lane_sums, load_pairs, load_vector, looked_at, mask_of, ruled, up_to, words_of
+from .loaded_pairs import load_pairs
+from .registers import Hiding, capped, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, up_to, words_of
 from .term_tiles import are_columns, term_of
 
 BLOCK_N = gl.constexpr(64)  # keys of a consumer

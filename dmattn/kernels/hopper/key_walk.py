@@ -15,6 +15,7 @@ from .copies import copied_dims, copy_tile, place_of_queries, product_layout, st
 from .distances import end_numbers
 from .key_results import leave_d_scores
 from .key_tile import BLOCK_N, add_tile, copy_pairs, store_d_bias, turn_of
+from .loaded_pairs import prefetch_bias
 from .term_tiles import copy_terms
 
 
@@ -56,6 +57,7 @@ def copy_queries(sources, tiles, barriers, rules, seq, col, step, config: gl.con
         copy_terms(sources.terms, seq, seq.head, start, q_full, tiles.terms.index(stage))
         if sources.bias is not None:
             copy_pairs(sources.bias, rules.bias, seq, start, col, q_full, tiles.bias, stage, BLOCKS)
+        prefetch_bias(sources.bias, rules, seq, start, col, BLOCK_M, BLOCKS * BLOCK_N)
         if sources.mask is None:
             mbarrier.expect(barriers.d_out_full.index(stage), D_OUT_BYTES)
         elif position < end:

@@ -49,6 +49,7 @@ from .copies import (
     whole_of,
 )
 from .distances import end_numbers, with_spread_table
+from .loaded_pairs import prefetch_bias
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
 from .registers import lane_sums, rounded_pairs, store_tile, store_vector, sums_of_lanes
 from .walk import (
@@ -287,6 +288,7 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
                 head = seq.head // rules.bias.group
                 for i in gl.static_range(config.CONSUMERS):
                     copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(config.CONSUMERS * stage + i))
+            prefetch_bias(sources.bias, rules, seq, row, starts[0], config.CONSUMERS * BLOCK_M, BLOCK_N)
             mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
             copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1

@@ -6,12 +6,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..base.layout import multiple, slice_pointer
+from ..base.layout import slice_pointer
 from ..base.query_terms import STORED_COLUMNS, store_terms
 from ..base.rules import place_of_first
 from ..base.softmax import divisor2
+from ..base.whole import multiple
 from .copies import column_pieces, first_of, pieces, product_layout, product_under_way, stage_of, waited, widths_of
 from .distances import numbers_of_pairs
+from .loaded_pairs import load_pairs
 from .registers import (
     Hiding,
     as_factor,
@@ -19,7 +21,6 @@ from .registers import (
     capped,
     exponent_factor,
     lane_sums,
-    load_pairs,
     load_vector,
     mask_of,
     rounded_pairs,

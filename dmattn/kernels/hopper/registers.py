@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..base.layout import multiple, slice_pointer
+from ..base.layout import slice_pointer
 from ..base.rules import BLOCK, LOG2E, WORD, bits_pointer
+from ..base.whole import multiple
 from ..base.window import first_key, last_key
 from ..visits.intervals import middle_and_length
 
@@ -49,28 +50,6 @@ def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
         return bias.to(gl.float32) * LOG2E
     else:
         return gl.load(slice_pointer(rules.bias, seq)).to(gl.float32) * LOG2E
-
-
-@gluon.jit
-def load_pairs(t, seq, rows, cols, row, col, EDGE: gl.constexpr):
-    """A tile of a tensor of pairs (`layout.Strided`) at a query and a key, from memory wherever it lies there.
-
-    `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands. Past the end of the keys, which only a tile at an
-    EDGE reaches, it is 0; past that of the queries it is the last one's. The key is a multiple of 8.
-    """
-    last = gl.maximum(seq.len_q, 1) - 1
-    row = gl.minimum(row, last)
-    rows = gl.minimum(rows, last - row)
-    EVENLY: gl.constexpr = rows.shape[1] == 1  # a lane has pairs of neighbours in a row of the tile
-    pointers = slice_pointer(t, seq, EVENLY) + multiple(gl.cast(row, gl.int64) * t.row + gl.cast(col, gl.int64) * t.col, t.whole, EVENLY)
-    if rows.shape[1] == 1:  # what is added last differs by register alone, and is part of the instructions that load
-        pointers = (pointers + rows * multiple(t.row, t.whole, EVENLY)) + cols * t.col
-    else:
-        pointers = (pointers + cols * t.col) + rows * t.row
-    if EDGE:
-        return gl.load(pointers, mask=cols < seq.len_k - col, other=0)
-    else:
-        return gl.load(pointers)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dmattn.kernels.base import layout
+from dmattn.kernels.base import layout, whole
 from dmattn.kernels.base.layout import strided
 from dmattn.kernels.base.leading import one_batch_axis
 
@@ -14,14 +14,14 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 def told(x) -> int:
     """What kernels are told that all strides but the last are multiples of."""
-    return {1: 1, layout.ALIGNED.value: 8, layout.EVEN.value: 2}[len(strided(x, 4).whole)]
+    return {1: 1, whole.ALIGNED.value: 8, whole.EVEN.value: 2, whole.ANYWHERE.value: 1}[len(strided(x, 4).whole)]
 
 
 def test_no_two_kinds_of_tensors_have_as_many_numbers() -> None:
-    """Or Triton takes one for the other: see `layout.ALIGNED`."""
+    """Or Triton takes one for the other: see base/whole.py."""
     kinds = layout.Strided, layout.Stepped, layout.SteppedThrice, layout.OfQueries, layout.OfKeys
-    counts = [len(kind._fields) - 1 + ones for kind in kinds for ones in (1, layout.ALIGNED.value, layout.EVEN.value)]
-    assert len({*counts, len(layout.OfTerms._fields)}) == 3 * len(kinds) + 1
+    counts = [len(kind._fields) - 1 + ones for kind in kinds for ones in (1, *(x.value for x in (whole.ALIGNED, whole.EVEN, whole.ANYWHERE)))]
+    assert len({*counts, len(layout.OfTerms._fields)}) == 4 * len(kinds) + 1
 
 
 def of_layout(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -55,8 +55,8 @@ def test_an_odd_stride_is_not_told_to_be_a_multiple() -> None:
 
 
 def test_axes_of_1_do_not_count() -> None:
-    whole = torch.empty((1, 4, 33 * 72 + 8), dtype=BF16, device="meta")[..., 8:].view(1, 4, 33, 72)
-    assert told(whole.as_strided(whole.shape, (3, *whole.stride()[1:]))) == 8
+    x = torch.empty((1, 4, 33 * 72 + 8), dtype=BF16, device="meta")[..., 8:].view(1, 4, 33, 72)
+    assert told(x.as_strided(x.shape, (3, *x.stride()[1:]))) == 8
 
 
 def test_a_vector_per_row_is_told_to_be_a_multiple_of_nothing() -> None:
@@ -64,8 +64,8 @@ def test_a_vector_per_row_is_told_to_be_a_multiple_of_nothing() -> None:
 
 
 def test_steps_to_the_places_of_leading_axes_count() -> None:
-    whole = torch.empty((3, 2, 5, 4, 33, 72), dtype=BF16, device="meta")
-    nested = one_batch_axis("query", whole.transpose(0, 2), (5, 2, 3))
+    x = torch.empty((3, 2, 5, 4, 33, 72), dtype=BF16, device="meta")
+    nested = one_batch_axis("query", x.transpose(0, 2), (5, 2, 3))
     assert told(nested) == 8
     odd = torch.empty((3, 2, 5, 4 * 33 * 72 + 1), dtype=BF16, device="meta")[..., 1:].view(3, 2, 5, 4, 33, 72)
     assert told(one_batch_axis("query", odd.transpose(0, 2), (5, 2, 3))) == 1

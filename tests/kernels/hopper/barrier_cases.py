@@ -13,7 +13,9 @@ from barriers import Anything, Barrier, Language, Place, Several, load
 from dmattn.kernels.base.distances import NOWHERE
 from dmattn.kernels.base.layout import Sequence, Span
 from dmattn.kernels.base.rules import Rules
+from dmattn.kernels.base.whole import EVEN
 from dmattn.kernels.hopper import copies
+from dmattn.kernels.hopper.loaded_pairs import are_words
 
 SHARED = ("base/window.py", "base/distances.py", "base/rules.py", "visits/walk.py", "hopper/copies.py")  # files of all passes
 CUT = 80  # head dims of two pieces, in products and in results
@@ -52,9 +54,9 @@ class Case:
     @property
     def rules(self) -> Rules:
         of_pairs = Anything()
-        of_pairs.group = 1  # query heads of each of its heads
+        of_pairs.group, of_pairs.whole = 1, (1,) * EVEN.value  # query heads of each of its heads, and that two numbers of it lie in a word
         kinds = {"lists": dict(lists=1), "packed": dict(ends=1), "table": dict(table=Anything())}
-        kinds["bias of pairs"] = dict(bias=of_pairs, bias_rows=1, bias_cols=1)
+        kinds["bias of pairs"] = kinds["bias loaded"] = dict(bias=of_pairs, bias_rows=1, bias_cols=1)
         kinds["bias of keys"] = dict(bias=Anything(), bias_by_key=1, bias_cols=1)
         numbers = dict(left=self.left, right=self.right, scale=1.0, distances=self.distances, zero=self.zero)
         return Rules._make([None] * len(Rules._fields))._replace(**numbers, **kinds.get(self.kind, {}))
@@ -127,6 +129,8 @@ def functions(case: Case, files: tuple[str, ...], language: Language, change: tu
         column_pieces=lambda tiles, number, dim: (tiles.index(number),) * len(copies.columns_of(dim)),
         warpgroup_mma_wait=lambda count, products: products[0] if len(products) == 1 else tuple(products),
         _multiply=lambda rows, scale: None,
+        are_words=are_words,
+        prefetch_bias=lambda *given: None,
         intervals_of=lambda *given: (Anything(), Anything()),
         end_numbers=lambda rules, seq: (LOWEST, HIGHEST),
         under_head=lambda seq, head: Sequence(0, head, *case.lengths[head]),

@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif(interpreting(), reason="about device functions r
 CASES = 12 if os.environ.get("DMATTN_FULL") else 8  # of each kind
 EVERYWHERE = ("plain", "causal", "window", "rows without keys", "bias of pairs")
 KINDS = {
-    "forward": (*EVERYWHERE, "packed", "lists", "table", "parts"),
-    "dQ": (*EVERYWHERE, "packed", "lists", "table", "parts"),
+    "forward": (*EVERYWHERE, "packed", "lists", "table", "parts", "bias loaded"),
+    "dQ": (*EVERYWHERE, "packed", "lists", "table", "parts", "bias loaded"),
     "dK and dV": (*EVERYWHERE, "packed", "lists", "table", "bias of keys"),
     "dK and dV by intervals": (*EVERYWHERE, "bias of keys"),
     "dQ, dK and dV": (*EVERYWHERE, "keys without rows", "lists"),
@@ -46,7 +46,7 @@ BIAS_GRAD = (*SHARED, "hopper/bias_grad.py")
 
 def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
     """The forward pass or dQ; returned is how many tiles the consumers add, as of the next."""
-    case, consumers = drawn(kind, False, chance), chance.choice((1, 2, 3) if forward and kind != "bias of pairs" else (1, 2))
+    case, consumers = drawn(kind, False, chance), chance.choice((1, 2, 3) if forward and not kind.startswith("bias") else (1, 2))
     rules, queries = case.rules, consumers * case.block_m
     if kind == "lists":
         described = chance.choice(("mask", "bits", "first"))
@@ -60,6 +60,14 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
     parts = chance.randint(2, 5) if kind == "parts" else None
     works = len(blocks) * (parts or 1)
     language, done = Language(works if parts else chance.randint(1, min(works, 3))), list[Tile]()
+
+    def pairs_of_words(words: Any, bias: Any, seq: Sequence, row: int, col: int, pairs: Any) -> Anything:
+        """The bias of a tile, which has to be that which was loaded ahead."""
+        *place, end = words.holds
+        assert place == [seq.head, row, col], "the bias of another tile"
+        assert end >= min(col + case.block_n, seq.len_k), "a bias that was left out"
+        return Anything()
+
     near, risen = chance.choice((0, 0.5, 0.9, 1)), chance.choice((0, 0, 1, 2, 7))  # how often a maximum stays, and who has its own if not
     names = functions(
         case, FORWARD if forward else QUERY_GRAD, language, change,
@@ -67,6 +75,7 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
         place_work=lambda number, *more: (blocks[number][0], number, 0),
         all_within=lambda *given: int(chance.random() < near),
         weights_of=lambda s, *more, **how: (s, Anything()), weights_at=lambda s, *more, **how: s, rounded_pairs=lambda p, dtype: p,
+        words_of_pairs=lambda bias, seq, row, col, end, cols, EDGE: Anything((seq.head, row, col, end)), pairs_of_words=pairs_of_words,
     )  # fmt: skip
 
     def tile_of(context: Any, sums: Any, step: int, number: Any, which: int, edge: bool) -> Tile:
@@ -80,10 +89,10 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
     (watch_forward if forward else watch_query_grad)(names, case, tile_of, done)
     even, drawn_one = kind != "packed" and case.lengths[0][1] % case.block_n == 0, parts is None and chance.random() < 0.5
     lengths = names["Lengths"](works, 1, 1, 30, 30, [0] if drawn_one else None, parts)
-    of_pairs, blocks_of_keys = kind == "bias of pairs", Anything()
+    of_pairs, blocks_of_keys = rules.bias_rows is not None, Anything()
     blocks_of_keys.block_shape = [1, 1, case.sub, 64]
     given = dict(
-        q=Anything(), k=blocks_of_keys, v=Anything(), bias=Anything() if of_pairs else None, intervals=None, bias_columns=None, rules=rules,
+        q=Anything(), k=blocks_of_keys, v=Anything(), bias=Anything() if kind == "bias of pairs" else None, intervals=None, bias_columns=None, rules=rules,
         lengths=lengths, out=Anything(), lse=Anything(), BLOCK_N=case.block_n, STAGES=case.stages, VALUE_DIM=64, EVEN_N=even,
         CONSUMERS=consumers, REGISTERS=240,
     )  # fmt: skip
@@ -119,8 +128,8 @@ def watch_forward(names: dict[str, Any], case: Case, tile_of: Callable[..., Tile
     scores, values = names["_scores"], names["_values_under_way"]
 
     def _scores(context: Any, sums: Any, step: int, number: Any, which: int, config: Any, EDGE: bool, **how: Any) -> Generator:
-        _, acc = yield from scores(context, sums, step, number, which, config, EDGE=EDGE, **how)
-        return Anything(tile_of(context, sums, names["step_of"](context.walk, step, config), number, which, EDGE)), acc
+        _, *others = yield from scores(context, sums, step, number, which, config, EDGE=EDGE, **how)
+        return Anything(tile_of(context, sums, names["step_of"](context.walk, step, config), number, which, EDGE)), *others
 
     def _values_under_way(context: Any, sums: Any, stage: int, phase: int, config: Any) -> Generator:
         acc = yield from values(context, sums, stage, phase, config)
@@ -265,6 +274,9 @@ DEEP = " " * 16  # as these stand
         ("forward", "packed", "stop = next_step(begin, end, STEP)", STOP, WAITS),
         ("forward", "window", "tl.minimum(last, end), STEP)", "tl.minimum(last, end) - STEP, STEP)", "a tile is missing"),
         ("dQ", "plain", "open_end = seq.len_k - BLOCK_N + 1", "open_end = seq.len_k", "an open tile hides a pair"),
+        ("forward", "bias loaded", "seq, row, start + config.BLOCK_N, ahead[1]", "seq, row, start, ahead[1]", "the bias of another tile"),
+        ("forward", "bias loaded", "ahead\n    if config.AHEAD and not AGAIN:", "ahead\n    if config.AHEAD:", "the bias of another tile"),
+        ("forward", "bias loaded", "until = gl.minimum(end, context.seq.len_k)", "until = end - config.BLOCK_N", "a bias that was left out"),
         ("forward", "plain", "mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)", "pass", WAITS),
         ("dQ", "lists", "visit = (step - walk.full_end) // SUB", "visit = (step + SUB - walk.full_end) // SUB", "a tile is missing"),
         ("dQ", "parts", "(part + 1) // lengths.parts", "(part + 2) // lengths.parts", "a tile is added twice"),
@@ -289,7 +301,7 @@ DEEP = " " * 16  # as these stand
         (ALL, "causal", "visited = 0\n", "visited = visited if turn > 0 else 0\n", "a tile of dBias is stored twice or not at all"),
         (ALL, "plain", "config.BLOCK_M).store(none)", "config.BLOCK_M).store(none) if turn == 0 else None", "dq of other queries"),
     ],
-    ids=range(26),
+    ids=range(29),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some case, with a line or two of a file changed, and no case after it is run. The check that fails then is not explained.

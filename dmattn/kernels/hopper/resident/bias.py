@@ -18,7 +18,8 @@ from ...base.layout import PLAIN, Sequence, own_entry
 from ...base.leading import spread_of
 from ...base.place import member_of
 from ..copies import allocate_pairs, copy, store, sync_threads
-from ..registers import by_rows, by_threads, in_pairs, load_pairs, order_of, rounded_pairs, up_to, widened
+from ..loaded_pairs import load_pairs
+from ..registers import by_rows, by_threads, in_pairs, order_of, rounded_pairs, up_to, widened
 
 DIM = 32  # what head dims are padded to as they are copied; the copy engine fills up with 0
 KEYS = gl.constexpr(128)  # of a tile
