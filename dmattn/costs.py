@@ -119,7 +119,8 @@ class Call:
             return 0, {}
         from .kernels.base.leading import by_entry, flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
-        from .kernels.run import looks_for_blocks, scans_itself
+        from .kernels.run import looks_for_blocks, reads_bits, scans_itself
+        from .kernels.visits.mask_blocks import empty_bits
 
         is_of_keys, looks = problem.key_bias is not None, any(looks_for_blocks(problem, choice.row) for choice in choices)
         is_hopper = any(choice.row.targets is not None for choice in choices)
@@ -137,6 +138,8 @@ class Call:
             copy = empty_aligned(by_entry(problem.bias))
             total += len(copies) * copy.shape[0] * copy.stride(0) * copy.element_size()
         if name == "forward":
+            bits = empty_bits(problem.mask) if reads_bits(problem, choices[0].row) else None
+            total += 0 if bits is None else bits.numel() * bits.stride(3) * bits.element_size()
             return total + _size(self.states), besides
         d_bias = flattened_gradients(self.gradients, self.problem).bias
         makes = frozenset[str]().union(*(choice.makes for choice in choices))

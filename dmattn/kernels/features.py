@@ -3,6 +3,7 @@
 from .traits import LEADING, LEADING_IN_RUNS, PARTIAL
 
 MASKS = frozenset({"mask of pairs", "mask of keys", "mask of queries", "mask of heads", "block mask"})
+PAIRWISE = frozenset({"mask of pairs", "block mask"})
 BIASES = frozenset({"bias of pairs", "bias of keys", "bias of queries", "bias of heads"})
 DISTANCES = frozenset({"bias of distances"})
 INTERVALS = frozenset({"intervals", "intervals by head", "order"})

@@ -9,7 +9,7 @@ import triton
 
 from .base.rules import MOST_SOFTCAP
 from .base.tiles import block_dim
-from .features import INTERVALS, MASKS, PACKED, PAIR_BIAS, named_feature
+from .features import INTERVALS, MASKS, PACKED, PAIR_BIAS, PAIRWISE, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.addressing import UNIT
 from .hopper.copies import consumers_of
@@ -26,7 +26,6 @@ _OF_NARROW = "with head dims of 64"
 _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
 LEAST_SOFTCAP = 2.0**-40  # leaves room for the scale over it
 _OF_PRODUCTS = frozenset({"bias of keys", "bias of distances"})
-_PAIRWISE = frozenset({"mask of pairs", "block mask"})
 FEW_QUERIES = 64  # of which Hopper's kernels make one block: up to so many the portable kernels are no slower
 # NVIDIA H200, 2026-11-28: 64 queries and keys of head dim 160 forward 0.0157 instead of 0.0183 ms, backward 0.0337 instead of 0.0577.
 FEW_QUERIES_WIDE = 32  # of head dims over 128, though a second consumer is idle to 64
@@ -34,6 +33,7 @@ DIMS = (16, 32, 64, 128, 256)  # of heads, padded to powers of two, that Hopper'
 
 # NVIDIA H200, 2026-11-29: docs/history.md, "Copies of unaligned biases".
 FORWARD_READS, BACKWARD_READS = 2, 1  # of each number of a shared bias, at least
+READS_OF_AHEAD = 3  # in a forward pass without lists of blocks, which loads the bias of a tile ahead
 PAIRS_OF_A_COPY = 1 << 20  # of all (batch, head), at least
 ROOM_OF_A_COPY = 1 << 28  # bytes of one copy, or as many as queries, keys and values have
 # These hide pairs that nobody knows before the kernels do, most of them where documents are short: as if they left this part.
@@ -71,7 +71,8 @@ def copies_pay(traits: Traits) -> bool:
     size = bias.batch * bias.heads * len_q * triton.cdiv(len_k, UNIT) * UNIT
     tokens = traits.heads * len_q * traits.head_dim + traits.kv_heads * len_k * (traits.head_dim + traits.value_dim)
     room = max(ROOM_OF_A_COPY, 2 * traits.batch * tokens)
-    pays = reads >= (BACKWARD_READS if traits.wanted else FORWARD_READS) and pairs >= PAIRS_OF_A_COPY
+    least = BACKWARD_READS if traits.wanted else READS_OF_AHEAD if traits.features.isdisjoint(MASKS | INTERVALS) else FORWARD_READS
+    pays = reads >= least and pairs >= PAIRS_OF_A_COPY
     return traits.members > 1 and pays and 2 * size <= room
 
 
@@ -149,8 +150,8 @@ def _without_distances(traits: Traits) -> str | None:
 def forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
     yield _without_distances(traits)
-    if _are_narrow(traits) and not traits.features.isdisjoint(_PAIRWISE):
-        yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
+    if _are_narrow(traits) and not traits.features.isdisjoint(PAIRWISE) and traits.features >= PACKED:
+        yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) of packed sequences to the portable kernel, which is faster"
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs, forward=True)
     yield on_hopper(traits, DIMS, loads_pairs=loads_pairs)
@@ -254,8 +255,8 @@ def query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
         if _window(traits) < _MANY_KEYS:
             yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
-        if not traits.features.isdisjoint(_PAIRWISE):
-            yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) or a BlockMask to the portable kernel, which is faster"
+        if "mask of pairs" in traits.features:
+            yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) to the portable kernel, which is faster"
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs)
     yield on_hopper(traits, DIMS, "d_out", "out", loads_pairs=loads_pairs)

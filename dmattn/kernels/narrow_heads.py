@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import triton
 
-from .features import EVERY, PAIR_BIAS, SOFTCAP, WINDOW, named_feature
+from .features import EVERY, PACKED, PAIR_BIAS, PAIRWISE, SOFTCAP, WINDOW, named_feature
 from .hopper.resident import bias as hopper_resident
 from .reasons import joined, word
 from .traits import D_BIAS_OF_PAIRS, Traits
@@ -48,18 +48,22 @@ def narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Itera
             yield f"{_OF_NARROWEST} loads only a bias that the copy engine cannot read, and it can read that of the call"
         return
     others = traits.features - EVERY - SOFTCAP - {"mask of keys"}
+    pairwise = ""
+    if forward:
+        pairwise = ", a mask (..., Sq, Sk), a BlockMask"
+        others -= PAIRWISE if not traits.features >= PACKED else frozenset()
     if traits.features >= PAIR_BIAS:
         others -= PAIR_BIAS
         if others:
             yield (
-                f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks, "
-                f"not {_named(others, traits)}"
+                f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, "
+                f"beside at most a mask (..., 1, Sk){pairwise} and sinks, not {_named(others, traits)}"
             )
         return
     others -= {"bias of keys"} | (WINDOW if traits.left is None else set())
     if others:
         yield (
-            f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk) and sinks, "
+            f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk){pairwise} and sinks, "
             f"not {_named(others, traits)}"
         )
     most = _SHORT if forward else hopper_resident.MOST_KEYS

@@ -14,7 +14,7 @@ from ..problem import Gradients, Problem
 from .base.key_sums import empty_key_sums, sum_of_key_sums
 from .base.launch import on_its_device
 from .base.layout import first_rows_in_blocks
-from .base.leading import flattened, flattened_gradients, in_few_runs, in_parts
+from .base.leading import by_entry, flattened, flattened_gradients, in_few_runs, in_parts, with_entries
 from .base.query_terms import Incoming, fill_terms
 from .base.tiles import FEW_ROWS
 from .dispatch import Choice, Row, choose_backward, choose_forward, say_what_is_slow
@@ -51,7 +51,7 @@ from .traits import (
     TERM_FORMS,
     Traits,
 )
-from .visits.mask_blocks import scan
+from .visits.mask_blocks import empty_bits, scan
 
 D_BIASES = {D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_BIAS_OF_KEYS, D_BIAS_OF_QUERIES, D_BIAS_OF_DISTANCES}
 Made = dict[str, Tensor]  # the results that a row makes in a call, by the names that `traits` gives them
@@ -75,7 +75,12 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     say_what_is_slow("forward", (choice,), traits)
     kernels = FORWARD[choice.row.name]
     if problem.mask is not None and _makes_states(problem, choice.row):
-        _scan(given)
+        bits = empty_bits(problem.mask) if reads_bits(problem, choice.row) else None
+        if bits is None:
+            _scan(given)
+        else:
+            scan(by_entry(problem.mask), by_entry(problem.states), bits)
+            problem = problem._replace(mask=None, bits=with_entries(bits, problem.mask))
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
     if "bias" in dict(choice.traits.aligned):
@@ -86,6 +91,11 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 def looks_for_blocks(problem: Problem, row: Row) -> bool:
     """Whether the kernels of a row look for the blocks that a mask or intervals leave."""
     return row.looks_for_blocks and (row.name != "split keys" or split_keys.reads_lists(problem))
+
+
+def reads_bits(problem: Problem, row: Row) -> bool:
+    """Whether a forward pass by a row reads a mask of pairs by the bits of `empty_bits`, if it has any, and not by bytes."""
+    return FORWARD[row.name] is hopper_forward and problem.pair_mask is not None and problem.ends_q is None
 
 
 def _makes_states(problem: Problem, row: Row) -> bool:

@@ -283,8 +283,8 @@ LONG_ROWS: dict[str, Any] = dict(
 PLAIN_ROWS = LONG_ROWS | dict(features=frozenset(), bias=None)
 
 # What narrow heads are served with, before what is in the way.
-AT_MOST = "with head dims to 32 is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk) and sinks"
-BESIDE = "with head dims to 32 is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk) and sinks"
+AT_MOST = "with head dims to 32 is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk)"
+BESIDE = "with head dims to 32 is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk)"
 LOADED = "with head dims to 32 loads only a bias"
 
 # A row, one change to what it serves, and the reason for which it refuses that.
@@ -313,18 +313,17 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_query", dict(head_dim=256, value_dim=256, features=DENSE.features | {"softcap"}, bias=DENSE.bias, wanted=DENSE.wanted, softcap=9.0), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
     ("forward: Hopper", dict(head_dim=24), "serves head dims that round up to the same power of 2 or the next one, not 24 of queries and 128 of values"),
-    ("forward: Hopper", dict(head_dim=64, value_dim=32, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
+    ("forward: Hopper", dict(head_dim=64, value_dim=32, features=frozenset({"mask of pairs", "packed sequences"})), "with head dims of 64 leaves a mask (..., Sq, Sk) of packed sequences to"),
     ("forward: split keys", dict(heads=8, kv_heads=8, batch=9, len_q=17, len_k=8192), "splits keys that up to 66 programs would read, on 132 multiprocessors, not 72"),
-    ("forward: Hopper", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
-    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, features=frozenset({"mask of heads"})), f"{AT_MOST}, not a mask (..., 1, 1)"),
-    ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"bias of distances", "window"}), right=0), f"{AT_MOST}, not a RelativeBias"),
-    ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"intervals", "window"}), left=9, right=0), f"{AT_MOST}, not an IntervalMask, a window"),
-    ("backward: Hopper: d_query", PLAIN_ROWS | dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_QUERY})), f"{AT_MOST}, not a RelativeBias"),
-    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(features=frozenset({"block mask"})), f"{AT_MOST}, not a BlockMask"),
-    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, left=1000, right=0, features=frozenset({"window"})), f"{AT_MOST}, not a window"),
-    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of pairs"})), f"{BESIDE}, not a mask (..., Sq, Sk)"),
-    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "window"}), right=0), f"{BESIDE}, not causal"),
-    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of keys", "sinks", "window"}), right=4), f"{BESIDE}, not a window"),
+    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, features=frozenset({"mask of heads"})), f"{AT_MOST}, a mask (..., Sq, Sk), a BlockMask and sinks, not a mask (..., 1, 1)"),
+    ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"bias of distances", "window"}), right=0), f"{AT_MOST}, a mask (..., Sq, Sk), a BlockMask and sinks, not a RelativeBias"),
+    ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"intervals", "window"}), left=9, right=0), f"{AT_MOST}, a mask (..., Sq, Sk), a BlockMask and sinks, not an IntervalMask, a window"),
+    ("backward: Hopper: d_query", PLAIN_ROWS | dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_QUERY})), f"{AT_MOST} and sinks, not a RelativeBias"),
+    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(features=frozenset({"block mask"})), f"{AT_MOST} and sinks, not a BlockMask"),
+    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, left=1000, right=0, features=frozenset({"window"})), f"{AT_MOST}, a mask (..., Sq, Sk), a BlockMask and sinks, not a window"),
+    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of pairs", "packed sequences"})), f"{BESIDE}, a mask (..., Sq, Sk), a BlockMask and sinks, not a mask (..., Sq, Sk), packed sequences"),
+    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "window"}), right=0), f"{BESIDE}, a mask (..., Sq, Sk), a BlockMask and sinks, not causal"),
+    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of keys", "sinks", "window"}), right=4), f"{BESIDE}, a mask (..., Sq, Sk), a BlockMask and sinks, not a window"),
     ("forward: Hopper", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk) or a softcap, as the portable kernel is faster"),
     ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk), a bias (B, H, Sq, Sk) whose gradient is wanted or a softcap, as"),
     ("forward: Hopper", PLAIN_ROWS | dict(len_k=128), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 128 queries and keys, not 768 and 128"),
@@ -398,7 +397,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, len_k=256), "with head dims of 64 is for a bias (..., Sq, Sk), or 257 keys and more"),
-    ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, features=frozenset({"block mask"})), "with head dims of 64 leaves a mask (..., Sq, Sk) or a BlockMask to"),
+    ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) to"),
     ("backward: Hopper: d_query", PLAIN_ROWS | dict(len_q=384), "with head dims to 32 is, without a bias (..., Sq, Sk), for more"),
     ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(len_q=384), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 384 queries and keys"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances", "mask of pairs"})), "serves no mask beside a RelativeBias but one (..., 1, Sk)"),
@@ -563,7 +562,8 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
     ("case", "forward", "backward"),
     [
         (Case("two-members-gain-by-dbias", 1001, batch=2, heads=16, head_dim=64, bias="1hqk", causal=True), (), ("bias", "d_bias")),
-        (Case("two-members", 1001, batch=2, heads=16, head_dim=64, bias="1hqk"), ("bias",), ("bias", "d_bias")),
+        (Case("two-members", 1001, batch=2, heads=16, head_dim=64, bias="1hqk"), (), ("bias", "d_bias")),
+        (Case("three-members", 1001, batch=3, heads=16, head_dim=64, bias="1hqk"), ("bias",), ("bias", "d_bias")),
         (Case("dbias-by-pointers", 729, batch=16, heads=16, head_dim=80, bias="1hqk"), ("bias",), ("bias",)),
         (Case("heads-share", 501, batch=2, heads=8, head_dim=64, bias="b1qk"), ("bias",), ("bias",)),
         (Case("leading-axes", 385, leading="bn", rows=64, heads=4, head_dim=32, bias="b1hqk"), ("bias",), ("bias",)),
@@ -573,8 +573,8 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
         (Case("documents", 501, batch=8, heads=8, head_dim=64, bias="1hqk", intervals="documents"), ("bias",), ("bias",)),
         (Case("documents-few-members", 1001, batch=2, heads=8, head_dim=64, bias="1hqk", intervals="documents"), (), ()),
         (Case("two-intervals", 501, batch=8, heads=8, head_dim=64, bias="1hqk", intervals="random-two"), (), ()),
-        (Case("mask-of-pairs", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk"), (), ("bias",)),
-        (Case("block-mask", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk", blocked=True), (), ("bias",)),
+        (Case("mask-of-pairs", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk"), ("bias",), ("bias",)),
+        (Case("block-mask", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk", blocked=True), ("bias",), ("bias",)),
         (Case("padding", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b11k"), ("bias",), ("bias",)),
         (Case("nobody-shares", 501, batch=8, heads=8, head_dim=64, bias="bhqk"), (), ()),
         (Case("float32", 501, batch=8, heads=8, head_dim=64, bias="1hqk", bias_dtype=torch.float32), (), ()),

@@ -32,7 +32,8 @@ class Rules(NamedTuple):
     queries alone. `first`, `last`: one query interval per key; `also_first`, `also_last`: a second one. `lists`: for every block of queries
     the blocks of keys to visit, where there are a mask or intervals and the kernel walks keys; for every block of keys the blocks of queries,
     where there is a mask or a second interval and the kernel walks queries. `states` are the mask's, where it walks neither. `blocks` and, as
-    a pointer, `bits` are a block mask's (dmattn/bits.py), which else counts as a mask. `left` and `right` are the window's (base/window.py).
+    a pointer, `bits` are a block mask's (dmattn/bits.py), which else counts as a mask; without `blocks`, `bits` are Strided, those of a mask
+    (`mask_blocks.empty_bits`), with a row for each query alone. `left` and `right` are the window's (base/window.py).
     `seed` points to that of dropout, or is None with `threshold` and `kept_scale` (dmattn/dropout.py). `sinks`, a number for each head, are
     None in the backward pass, whose lse has them in it. `shared` is 1 where batch entries share a bias or mask of pairs, else None. `table` is
     a bias by distance of so many `distances`, with distance 0 at `zero`, or None with these. `ends` are those of packed sequences
@@ -88,7 +89,7 @@ def rules_of(
         mask_rows=_varies(problem.mask, 2),
         mask_cols=_varies(problem.mask, 3),
         blocks=strided(problem.blocks, heads),
-        bits=problem.bits,
+        bits=problem.bits if problem.blocks is not None else strided(problem.bits, heads),
         bias=strided(bias, heads),
         bias_rows=_varies(bias, 2),
         bias_cols=_varies(bias, 3),
@@ -194,9 +195,13 @@ def _visible(s, rules, seq, rows, cols, KEYS_DOWN: tl.constexpr):
 @triton.jit
 def bits_pointer(rules, seq, row, col, KEYS_DOWN: tl.constexpr):
     """Pointer to the first word of the bits of the block of a query and a key, of the copy that stands the same way."""
-    corner = slice_pointer(rules.blocks, seq) + tl.cast(row // BLOCK, tl.int64) * rules.blocks.row
-    entry = tl.load(corner + tl.cast(col // BLOCK, tl.int64) * rules.blocks.col)
-    return rules.bits + (2 * entry.to(tl.int64) + (1 if KEYS_DOWN else 0)) * (BLOCK * (BLOCK // WORD))
+    down, across = tl.cast(row // BLOCK, tl.int64), tl.cast(col // BLOCK, tl.int64)
+    if rules.blocks is None:
+        tl.static_assert(not KEYS_DOWN)
+        return slice_pointer(rules.bits, seq) + down * rules.bits.row + across * rules.bits.col
+    else:
+        entry = tl.load(slice_pointer(rules.blocks, seq) + down * rules.blocks.row + across * rules.blocks.col)
+        return rules.bits + (2 * entry.to(tl.int64) + (1 if KEYS_DOWN else 0)) * (BLOCK * (BLOCK // WORD))
 
 
 @triton.jit

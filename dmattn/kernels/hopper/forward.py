@@ -30,6 +30,7 @@ from ..portable.split_keys import Parts, merge_splits
 from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
+    PANEL,
     PRODUCER_REGISTERS,
     allocate_barriers,
     allocate_tiles,
@@ -262,8 +263,9 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             copy_described(sources, tiles, rules, seq, starts, full, stage, BLOCKS, config.SUB)
             if sources.bias is not None:
                 _copy_bias(sources.bias, rules, seq, row, starts, full, tiles.bias, stage, config)
-            for block in gl.static_range(BLOCKS):
-                prefetch_bias(sources.bias, rules, seq, row, starts[block], config.QUERIES, config.SUB)
+            if not config.AHEAD or config.DIM > PANEL:  # else consumers ask early enough (docs/history.md)
+                for block in gl.static_range(BLOCKS):
+                    prefetch_bias(sources.bias, rules, seq, row, starts[block], config.QUERIES, config.SUB)
             if rules.bits is not None:
                 following = listed_keys(rules, seq, row, step + config.BLOCK_N, walk, config.QUERIES, config.BLOCK_N, config.SUB)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)

@@ -68,7 +68,8 @@ def are_in_turn(problem: Problem, consumers: int, have_one_block: bool) -> bool:
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:
-    """Whether each program has one consumer: where a block meets few keys, and up to head dim 64 under intervals and beside a bias of pairs.
+    """Whether each program has one consumer: where a block meets few keys, and up to head dim 64 under intervals and masks of pairs, and beside
+    a bias of pairs.
 
     Over head dim 64 it has one beside intervals alone, too, where a batch of one tells that they are documents and not padding. How long
     documents are the host does not know; most are short enough. What few keys are depends on padding and rows of odd lengths, as said above.
@@ -82,7 +83,7 @@ def _are_of_one(problem: Problem, width: int) -> bool:
         few = 2 * KEYS_OF_ONE if two else KEYS_OF_ONE_WINDOW if windowed else KEYS_OF_ONE
         if width == PANEL.value and _has_odd_rows(problem) and not windowed:
             few = 0
-        return pairs or problem.first is not None or mean_keys(problem) <= few
+        return pairs or hides_pairs(problem) or problem.first is not None or mean_keys(problem) <= few
     if problem.first is not None:
         return width == 128 and problem.query.shape[0] == 1 and problem.bias is None and not _has_odd_rows(problem)
     few = KEYS_OF_ONE_WIDE

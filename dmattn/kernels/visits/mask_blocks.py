@@ -1,6 +1,7 @@
 """Boolean masks in the kernels: a scan reads the mask once, and lists of the blocks to visit are made from the states that it writes.
 
-dmattn/states.py describes the states, and why two bits are enough.
+dmattn/states.py describes the states, and why two bits are enough. For kernels that are faster with bits of pairs than with bytes, the scan
+writes these, too, of blocks as a block mask has them (dmattn/bits.py).
 """
 
 from typing import Any
@@ -10,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ... import bits as bits_of_a_mask
 from ... import states as states_of_a_mask
 from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, ends_of, inside, load_tile, sequence, slice_pointer, strided
-from ..base.leading import by_entry, with_entries
+from ..base.leading import Nested, by_entry, with_entries
 from ..base.overlap import follow
 from ..base.place import place
 from ..base.window import all_in_window, keys_in_window, queries_in_window
@@ -23,34 +25,56 @@ from .lists import CHUNK, append, close, empty_lists, list_pointer, room
 GRANULE = tl.constexpr(states_of_a_mask.GRANULE)
 ATTENDED = tl.constexpr(states_of_a_mask.ATTENDED)
 HIDDEN = tl.constexpr(states_of_a_mask.HIDDEN)
-WORDS = 256  # elements of each of GRANULE rows that a program of the scan takes: 32 KiB of a mask read in words
+BLOCK, WORD = tl.constexpr(bits_of_a_mask.BLOCK), tl.constexpr(bits_of_a_mask.WORD)
+ELEMENTS = 8192  # that a program of the scan takes of a mask, each a word or a byte: 32 KiB of one read in words; but whole blocks with bits
 
 
-def scan(mask: Tensor, states: Tensor) -> None:
-    """Fill `states`, of the shape `states_shape(mask)`, from a mask with four axes."""
+def scan(mask: Tensor, states: Tensor, bits: Tensor | None = None) -> None:
+    """Fill `states`, of the shape `states_shape(mask)`, from a mask with four axes, and `bits` (:func:`empty_bits`), if there are any."""
     if not states.numel():
         return
-    rows, cols = mask.shape[2:]
-    if cols == 1 or (rows > 1 and mask.stride(2) < mask.stride(3)):  # a program reads along the last axis, which is to be the dense one
+    if bits is None and not _lies_by_rows(mask):  # a program reads along the last axis, which is to be the dense one
         mask, states = mask.mT, states.mT
-    heads = mask.shape[1]
-    length = mask.shape[3]
+    heads, rows, length = mask.shape[1:]
     elements, width = _words(mask)
-    per_program = WORDS * width
+    height = (GRANULE if bits is None else BLOCK).value
+    across = max(ELEMENTS // height, BLOCK.value // width)
+    per_program = across * width
     launch(
         _scan_kernel,
-        triton.cdiv(length, per_program) * triton.cdiv(mask.shape[2], GRANULE.value) * heads * mask.shape[0],
+        triton.cdiv(length, per_program) * triton.cdiv(rows, height) * heads * mask.shape[0],
         mask=strided(elements, heads),
         states=strided(states, heads),
+        bits=strided(bits, heads),
         heads=heads,
-        rows_length=mask.shape[2],
+        rows_length=rows,
         cols_length=elements.shape[3],
         WIDTH=width,
-        BLOCK=WORDS,
-        EVEN_ROWS=mask.shape[2] % GRANULE.value == 0,
+        ROWS=height,
+        COLS=across,
+        EVEN_ROWS=rows % height == 0,
         EVEN_COLS=length % per_program == 0,
         num_warps=4,
     )
+
+
+def _lies_by_rows(mask: Tensor) -> bool:
+    """Whether neighbours in memory are keys, not queries."""
+    rows, cols = mask.shape[2:]
+    return cols > 1 and (rows == 1 or mask.stride(2) >= mask.stride(3))
+
+
+def empty_bits(mask: Any) -> Tensor | None:
+    """Room for the bits of a mask of pairs, int32 (own entries, H or Hk or 1, blocks of queries, blocks of keys), which has of each block the
+    number where its BLOCK rows of BLOCK // WORD words begin. None if the mask does not lie by rows, or no single stride walks its entries.
+
+    They take an eighth of the memory of the mask, of whole blocks.
+    """
+    if (isinstance(mask, Nested) and mask.places is not None) or not _lies_by_rows(mask := by_entry(mask)):
+        return None
+    entries, heads, rows, cols = mask.shape
+    down, across, size = triton.cdiv(rows, BLOCK.value), triton.cdiv(cols, BLOCK.value), BLOCK.value * BLOCK.value // WORD.value
+    return torch.empty((entries, heads, down, across * size), dtype=torch.int32, device=mask.device)[..., ::size]
 
 
 def _words(mask: Tensor) -> tuple[Tensor, int]:
@@ -113,38 +137,60 @@ def tile_state(states, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def _scan_kernel(
-    mask, states, heads, rows_length, cols_length, WIDTH: tl.constexpr, BLOCK: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr
+    mask, states, bits, heads, rows_length, cols_length,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the states of GRANULE rows by BLOCK words, WIDTH elements each, of one (batch, head).
+    """One program: the states of ROWS by COLS elements of WIDTH bytes, of one (batch, head), and of whole blocks the bits.
 
-    Grid of one axis: blocks of words fastest, then granules of rows, heads, batch entries.
+    Grid of one axis: blocks of elements fastest, then of rows, heads, batch entries.
     """
     follow()
-    ONES: tl.constexpr = 0x01010101 if WIDTH == 4 else 1
-    GRANULES: tl.constexpr = BLOCK * WIDTH // GRANULE
+    tl.static_assert(GRANULE == WORD)
+    DOWN: tl.constexpr = ROWS // GRANULE
+    ACROSS: tl.constexpr = COLS * WIDTH // GRANULE
     program = tl.program_id(0)
-    blocks = tl.cdiv(cols_length, BLOCK)
-    strips = tl.cdiv(rows_length, GRANULE)
+    blocks = tl.cdiv(cols_length, COLS)
+    strips = tl.cdiv(rows_length, ROWS)
     block = program % blocks
     strip = program // blocks % strips
     entry = program // blocks // strips
     seq = Sequence(entry // heads, entry % heads, 0, 0)
-    rows = Span(strip * GRANULE, tl.arange(0, GRANULE).to(tl.int64), None if EVEN_ROWS else rows_length)
-    cols = Span(block * BLOCK, tl.arange(0, BLOCK).to(tl.int64), None if EVEN_COLS else cols_length)
-    words = load_tile(mask, seq, rows, cols)  # [GRANULE, BLOCK]
-    if WIDTH == 4:
-        words = words.to(tl.uint32, bitcast=True)  # not negative where a byte is neither 0 nor 1
-    hidden = words ^ ONES
+    rows = Span(strip * ROWS, tl.arange(0, ROWS).to(tl.int64), None if EVEN_ROWS else rows_length)
+    cols = Span(block * COLS, tl.arange(0, COLS).to(tl.int64), None if EVEN_COLS else cols_length)
+    kept = _bits(load_tile(mask, seq, rows, cols), WIDTH)  # [ROWS, ACROSS]
+    down, across = strip * DOWN + tl.arange(0, DOWN), block * ACROSS + tl.arange(0, ACROSS)
+    hidden = kept ^ 0xFFFFFFFF
     if not EVEN_ROWS:
         hidden = tl.where(inside(rows)[:, None], hidden, 0)
     if not EVEN_COLS:
-        hidden = tl.where(inside(cols)[None, :], hidden, 0)
-    attended = tl.max(tl.reshape(tl.max(words, 0), [GRANULES, GRANULE // WIDTH]), 1)
-    hidden = tl.max(tl.reshape(tl.max(hidden, 0), [GRANULES, GRANULE // WIDTH]), 1)
-    state = tl.where(attended != 0, ATTENDED, 0) | tl.where(hidden != 0, HIDDEN, 0)
-    number = block * GRANULES + tl.arange(0, GRANULES)
-    pointers = slice_pointer(states, seq) + tl.cast(strip, tl.int64) * states.row + number.to(tl.int64) * states.col
-    tl.store(pointers, state.to(tl.uint8), mask=number * (GRANULE // WIDTH) < cols_length)
+        left = tl.minimum(tl.maximum(cols_length * WIDTH - across * GRANULE, 0), GRANULE)
+        hidden &= tl.where(left == GRANULE, 0xFFFFFFFF, (1 << left.to(tl.int64)) - 1).to(tl.uint32)[None, :]
+    attended = tl.max(tl.reshape(kept, [DOWN, GRANULE, ACROSS]), 1)  # [DOWN, ACROSS]
+    state = tl.where(attended != 0, ATTENDED, 0) | tl.where(tl.max(tl.reshape(hidden, [DOWN, GRANULE, ACROSS]), 1) != 0, HIDDEN, 0)
+    pointers = slice_pointer(states, seq) + down.to(tl.int64)[:, None] * states.row + across.to(tl.int64)[None, :] * states.col
+    real = (down * GRANULE < rows_length)[:, None] & (across * GRANULE < cols_length * WIDTH)[None, :]
+    tl.store(pointers, state.to(tl.uint8), mask=real)
+    if bits is not None:
+        BLOCKS: tl.constexpr = ACROSS * WORD // BLOCK
+        number = block * BLOCKS + tl.arange(0, BLOCKS)
+        pointers = slice_pointer(bits, seq) + tl.cast(strip, tl.int64) * bits.row + number.to(tl.int64) * bits.col  # [BLOCKS]
+        line = tl.arange(0, ROWS)[:, None, None] * (BLOCK // WORD) + tl.arange(0, BLOCK // WORD)[None, None, :]
+        visited = tl.max(tl.reshape(tl.max(attended, 0), [BLOCKS, BLOCK // WORD]), 1) != 0  # the bits of others have no reader
+        kept = tl.reshape(kept, [ROWS, BLOCKS, BLOCK // WORD]).to(tl.int32, bitcast=True)
+        tl.store(pointers[None, :, None] + line, kept, mask=visited[None, :, None])
+
+
+@triton.jit
+def _bits(x, WIDTH: tl.constexpr):
+    """Which bytes are not 0, of numbers of WIDTH bytes: as many bits, uint32, WORD bytes in each."""
+    if WIDTH == 4:
+        x = x.to(tl.uint32, bitcast=True)
+        x = (((x & 0x7F7F7F7F) + 0x7F7F7F7F) | x) & 0x80808080  # the highest bit of each byte
+        x = (x * 0x00204081) >> 28  # these side by side
+    else:
+        x = (x != 0).to(tl.uint32)
+    x = tl.reshape(x, [x.shape[0], x.shape[1] * WIDTH // WORD, WORD // WIDTH])
+    return tl.sum(x << (WIDTH * tl.arange(0, WORD // WIDTH)).to(tl.uint32)[None, None, :], 2)
 
 
 @triton.jit

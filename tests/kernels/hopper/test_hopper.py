@@ -178,7 +178,7 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     long = problem(head_dim=64, length=2048)
     for other in (one, long, long._replace(right=0), long._replace(right=0, left=100)):
         assert serves("Hopper", other)
-    assert not serves("Hopper", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
+    assert serves("Hopper", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
     assert not serves("Hopper: d_query", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
     for length, window, served in ((256, None, False), (257, None, True), (2048, 255, False), (2048, 256, True)):
         other = problem(head_dim=64, length=length)

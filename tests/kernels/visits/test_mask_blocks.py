@@ -11,6 +11,7 @@ from conftest import NEEDS_CUDA
 from torch import Tensor
 
 from dmattn import BlockMask, attention
+from dmattn.bits import BLOCK, WORD, packed
 from dmattn.equivalence import Case, Standard, judge, results
 from dmattn.execution import replay
 from dmattn.execution.backend import interpreting
@@ -81,6 +82,47 @@ def test_states_are_those_of_the_mask(name: str, device: str) -> None:
     states = torch.full(states_shape(mask), 0xFF, dtype=torch.uint8, device=device)
     scan(mask, states)
     assert torch.equal(states.cpu(), block_states(mask.cpu(), GRANULE, GRANULE).to(torch.uint8))
+
+
+@pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("name", MASKS)
+def test_bits_are_those_of_the_mask(name: str, device: str) -> None:
+    """Of each block of which a pair is kept, past the ends too; and the states are as without them."""
+    from dmattn.kernels.visits.mask_blocks import empty_bits, scan
+
+    mask = MASKS[name]().to(device)
+    states = torch.full(states_shape(mask), 0xFF, dtype=torch.uint8, device=device)
+    bits = empty_bits(mask)
+    if bits is None:
+        assert mask.shape[3] < 2 or mask.stride(2) < mask.stride(3)
+        return
+    if not mask.numel():
+        assert not bits.numel()
+        return
+    memory = bits.as_strided((*bits.shape, BLOCK, BLOCK // WORD), (*bits.stride(), BLOCK // WORD, 1))
+    memory.fill_(0x55555555)
+    scan(mask, states, bits)
+    assert torch.equal(states.cpu(), block_states(mask.cpu(), GRANULE, GRANULE).to(torch.uint8))
+    rows, cols = mask.shape[2:]
+    whole = torch.nn.functional.pad(mask.cpu(), (0, -cols % BLOCK, 0, -rows % BLOCK))
+    tiles = whole.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(3, 4)
+    expected = packed(tiles.flatten(0, 3))[:, 0].view_as(memory)
+    attended = tiles.any(5).any(4)
+    assert torch.equal(memory.cpu()[attended], expected[attended])
+    assert (memory.cpu()[~attended] == 0x55555555).all()
+
+
+@pytest.mark.parametrize("device", KERNELS)
+def test_a_byte_that_is_not_0_is_a_pair_kept(device: str) -> None:
+    from dmattn.kernels.visits.mask_blocks import empty_bits, scan
+
+    for width in (128, 131):
+        octets = torch.arange(128 * width, dtype=torch.int32).remainder(256).to(torch.uint8).view(1, 1, 128, width).to(device)
+        bits = empty_bits(octets.view(torch.bool))
+        assert bits is not None
+        scan(octets.view(torch.bool), torch.empty(1, 1, 4, (width + 31) // 32, dtype=torch.uint8, device=device), bits)
+        found = bits.as_strided((BLOCK, BLOCK // WORD), (BLOCK // WORD, 1))
+        assert torch.equal(found.cpu(), packed(octets[0, :, :, :128].cpu() != 0)[0, 0])
 
 
 @pytest.mark.parametrize("device", KERNELS)
