@@ -137,9 +137,9 @@ class Call:
 
             copy = empty_aligned(by_entry(problem.bias))
             total += len(copies) * copy.shape[0] * copy.stride(0) * copy.element_size()
+        bits = empty_bits(problem.mask) if any(reads_bits(problem, choice.row) for choice in choices) else None
+        total += 0 if bits is None else bits.numel() * bits.stride(3) * bits.element_size()
         if name == "forward":
-            bits = empty_bits(problem.mask) if reads_bits(problem, choices[0].row) else None
-            total += 0 if bits is None else bits.numel() * bits.stride(3) * bits.element_size()
             return total + _size(self.states), besides
         d_bias = flattened_gradients(self.gradients, self.problem).bias
         makes = frozenset[str]().union(*(choice.makes for choice in choices))

@@ -1,5 +1,6 @@
 """The two passes: `dispatch` chooses rows of its table for a call, and the functions of these rows are called here, in the order chosen."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +55,8 @@ from .traits import (
 from .visits.mask_blocks import empty_bits, scan
 
 D_BIASES = {D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_BIAS_OF_KEYS, D_BIAS_OF_QUERIES, D_BIAS_OF_DISTANCES}
+READERS_OF_BITS = 4  # (batch, head) for each slice of a mask, at least, for one tile to read it by bits
+PAIRS_OF_BITS = 1 << 22  # and pairs of all of them
 Made = dict[str, Tensor]  # the results that a row makes in a call, by the names that `traits` gives them
 # The module of each row of the table, whose `forward` fills out and lse of a problem.
 FORWARD = {
@@ -74,13 +77,11 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     choice = choose_forward(traits)
     say_what_is_slow("forward", (choice,), traits)
     kernels = FORWARD[choice.row.name]
-    if problem.mask is not None and _makes_states(problem, choice.row):
-        bits = empty_bits(problem.mask) if reads_bits(problem, choice.row) else None
-        if bits is None:
-            _scan(given)
-        else:
-            scan(by_entry(problem.mask), by_entry(problem.states), bits)
-            problem = problem._replace(mask=None, bits=with_entries(bits, problem.mask))
+    bits = empty_bits(problem.mask) if reads_bits(problem, choice.row) else None
+    if bits is not None:
+        problem = _by_bits(problem, bits)
+    elif problem.mask is not None and _makes_states(problem, choice.row):
+        _scan(given)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
     if "bias" in dict(choice.traits.aligned):
@@ -94,8 +95,22 @@ def looks_for_blocks(problem: Problem, row: Row) -> bool:
 
 
 def reads_bits(problem: Problem, row: Row) -> bool:
-    """Whether a forward pass by a row reads a mask of pairs by the bits of `empty_bits`, if it has any, and not by bytes."""
-    return FORWARD[row.name] is hopper_forward and problem.pair_mask is not None and problem.ends_q is None
+    """Whether the kernels of a row read a mask of pairs by the bits of `empty_bits`, if it has any, and not by bytes.
+
+    In one tile they do where many (batch, head) read the same ones, as shifted windows do.
+    """
+    if problem.pair_mask is None or problem.ends_q is not None:
+        return False
+    if row.name != "one tile":
+        return FORWARD.get(row.name) is hopper_forward
+    programs, slices = math.prod(problem.query.shape[:2]), math.prod(problem.mask.shape[:2])
+    return programs >= READERS_OF_BITS * slices and programs * problem.query.shape[2] * problem.key.shape[2] >= PAIRS_OF_BITS
+
+
+def _by_bits(problem: Problem, bits: Tensor) -> Problem:
+    """A flattened problem with the bits of its mask in the place of that; and its states are filled, if it has any."""
+    scan(by_entry(problem.mask), by_entry(problem.states), bits)
+    return problem._replace(mask=None, bits=with_entries(bits, problem.mask))
 
 
 def _makes_states(problem: Problem, row: Row) -> bool:
@@ -191,6 +206,9 @@ def backward(
         unflattened = unflattened._replace(states=torch.empty_like(unflattened.states))  # those given are an argument, and not filled
         _scan(unflattened)
         (problem,) = flattened(unflattened)
+    bits = empty_bits(problem.mask) if any(reads_bits(problem, choice.row) for choice in choices) else None
+    if bits is not None:
+        problem = _by_bits(problem._replace(states=None), bits)
     d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks
     problem = problem._replace(sinks=None)  # lse has them in it
     if order is not None:

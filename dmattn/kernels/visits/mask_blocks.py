@@ -29,12 +29,12 @@ BLOCK, WORD = tl.constexpr(bits_of_a_mask.BLOCK), tl.constexpr(bits_of_a_mask.WO
 ELEMENTS = 8192  # that a program of the scan takes of a mask, each a word or a byte: 32 KiB of one read in words; but whole blocks with bits
 
 
-def scan(mask: Tensor, states: Tensor, bits: Tensor | None = None) -> None:
-    """Fill `states`, of the shape `states_shape(mask)`, from a mask with four axes, and `bits` (:func:`empty_bits`), if there are any."""
-    if not states.numel():
+def scan(mask: Tensor, states: Tensor | None, bits: Tensor | None = None) -> None:
+    """Fill `states`, of the shape `states_shape(mask)`, or `bits` (:func:`empty_bits`), or both, from a mask with four axes."""
+    if not mask.numel():
         return
     if bits is None and not _lies_by_rows(mask):  # a program reads along the last axis, which is to be the dense one
-        mask, states = mask.mT, states.mT
+        mask, states = mask.mT, None if states is None else states.mT
     heads, rows, length = mask.shape[1:]
     elements, width = _words(mask)
     height = (GRANULE if bits is None else BLOCK).value
@@ -166,10 +166,11 @@ def _scan_kernel(
         left = tl.minimum(tl.maximum(cols_length * WIDTH - across * GRANULE, 0), GRANULE)
         hidden &= tl.where(left == GRANULE, 0xFFFFFFFF, (1 << left.to(tl.int64)) - 1).to(tl.uint32)[None, :]
     attended = tl.max(tl.reshape(kept, [DOWN, GRANULE, ACROSS]), 1)  # [DOWN, ACROSS]
-    state = tl.where(attended != 0, ATTENDED, 0) | tl.where(tl.max(tl.reshape(hidden, [DOWN, GRANULE, ACROSS]), 1) != 0, HIDDEN, 0)
-    pointers = slice_pointer(states, seq) + down.to(tl.int64)[:, None] * states.row + across.to(tl.int64)[None, :] * states.col
-    real = (down * GRANULE < rows_length)[:, None] & (across * GRANULE < cols_length * WIDTH)[None, :]
-    tl.store(pointers, state.to(tl.uint8), mask=real)
+    if states is not None:
+        state = tl.where(attended != 0, ATTENDED, 0) | tl.where(tl.max(tl.reshape(hidden, [DOWN, GRANULE, ACROSS]), 1) != 0, HIDDEN, 0)
+        pointers = slice_pointer(states, seq) + down.to(tl.int64)[:, None] * states.row + across.to(tl.int64)[None, :] * states.col
+        real = (down * GRANULE < rows_length)[:, None] & (across * GRANULE < cols_length * WIDTH)[None, :]
+        tl.store(pointers, state.to(tl.uint8), mask=real)
     if bits is not None:
         BLOCKS: tl.constexpr = ACROSS * WORD // BLOCK
         number = block * BLOCKS + tl.arange(0, BLOCKS)

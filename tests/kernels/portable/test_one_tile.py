@@ -16,7 +16,7 @@ from dmattn.problem import Problem
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import dispatch
+from dmattn.kernels import dispatch, run
 from dmattn.kernels.portable import one_tile
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
@@ -129,3 +129,39 @@ def test_equals_the_kernels_by_blocks(lengths: tuple[int, int], bias: str | None
     replay.forget()  # what the call above launched
     for name, by_blocks in results(attention, inputs, case.options).items():
         torch.testing.assert_close(whole[name], by_blocks, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("windows", 29, batch=3, heads=8, head_dim=32, bias="1hqk", mask="b1qk", keep="random-empty-rows"),
+        Case("one-mask", 23, 32, batch=2, heads=4, mask="11qk", keep="random", causal=True),
+        Case("grouped-masks-of-groups", 17, 30, batch=40, heads=8, kv_heads=2, mask="1gqk", keep="random", window=(9, 3)),
+        Case("leading-axes", 25, leading="bn", batch=3, rows=4, heads=2, mask="1n1qk", keep="random", bias="11hqk"),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_mask_that_many_read_comes_by_bits(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both passes, with the same results."""
+    scanned: list[bool] = []
+    scan = run.scan
+    monkeypatch.setattr(run, "PAIRS_OF_BITS", 0)
+    monkeypatch.setattr(run, "READERS_OF_BITS", 2)
+    monkeypatch.setattr(run, "scan", lambda mask, states, bits=None: (scanned.append(bits is not None), scan(mask, states, bits))[1])
+    replay.forget()
+    dtype = torch.float16 if device == "cpu" else torch.bfloat16
+    assert [verdict for verdict in check(case, dtype, device) if not verdict.passed] == []
+    assert scanned
+    assert all(scanned)
+
+
+def test_a_mask_that_few_read_stays() -> None:
+    def reads(case: Case) -> bool:
+        return run.reads_bits(problem_of(case, "meta" if case.batch > 9 else "cpu"), dispatch.FORWARD[0])
+
+    windows = Case("windows", 49, batch=300, heads=8, head_dim=32, mask="b1qk")
+    assert reads(windows)
+    assert not reads(replace(windows, batch=9))  # too little is gained
+    assert not reads(replace(windows, mask="bhqk"))
+    assert not reads(replace(windows, mask="b11k"))
