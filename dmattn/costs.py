@@ -119,8 +119,7 @@ class Call:
             return 0, {}
         from .kernels.base.leading import by_entry, flattened, flattened_gradients
         from .kernels.base.query_terms import Incoming
-        from .kernels.run import looks_for_blocks, reads_bits, scans_itself
-        from .kernels.visits.mask_blocks import empty_bits
+        from .kernels.run import bits_for, looks_for_blocks, scans_itself
 
         is_of_keys, looks = problem.key_bias is not None, any(looks_for_blocks(problem, choice.row) for choice in choices)
         is_hopper = any(choice.row.targets is not None for choice in choices)
@@ -137,8 +136,8 @@ class Call:
 
             copy = empty_aligned(by_entry(problem.bias))
             total += len(copies) * copy.shape[0] * copy.stride(0) * copy.element_size()
-        bits = empty_bits(problem.mask) if any(reads_bits(problem, choice.row) for choice in choices) else None
-        total += 0 if bits is None else bits.numel() * bits.stride(3) * bits.element_size()
+        bits = bits_for(problem, choices)
+        total += 0 if bits is None else bits.untyped_storage().nbytes()
         if name == "forward":
             return total + _size(self.states), besides
         d_bias = flattened_gradients(self.gradients, self.problem).bias

@@ -73,6 +73,8 @@ class Problem(NamedTuple):
     ``blocks`` and ``bits`` (:mod:`dmattn.bits`) are a block mask's, in the place of ``mask``: ``blocks`` is int32 (B, H, blocks of queries,
     blocks of keys), the first axis full or 1, the head axis H, Hk or 1.
 
+    Within kernels ``bits`` may be those of a ``mask``, in its place, without ``blocks``.
+
     ``states`` (:mod:`dmattn.states`), uint8, come with a block mask. Those of a ``mask`` the forward pass makes where it needs them, and the
     backward pass is given them or makes its own.
 

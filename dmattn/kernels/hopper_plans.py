@@ -71,7 +71,8 @@ def copies_pay(traits: Traits) -> bool:
     size = bias.batch * bias.heads * len_q * triton.cdiv(len_k, UNIT) * UNIT
     tokens = traits.heads * len_q * traits.head_dim + traits.kv_heads * len_k * (traits.head_dim + traits.value_dim)
     room = max(ROOM_OF_A_COPY, 2 * traits.batch * tokens)
-    least = BACKWARD_READS if traits.wanted else READS_OF_AHEAD if traits.features.isdisjoint(MASKS | INTERVALS) else FORWARD_READS
+    is_ahead = traits.features.isdisjoint(MASKS | INTERVALS) and bias.batch * bias.heads * len_q * len_k % 2 == 0  # else there are no words
+    least = BACKWARD_READS if traits.wanted else READS_OF_AHEAD if is_ahead else FORWARD_READS
     pays = reads >= least and pairs >= PAIRS_OF_A_COPY
     return traits.members > 1 and pays and 2 * size <= room
 

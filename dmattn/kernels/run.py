@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
@@ -52,7 +53,8 @@ from .traits import (
     TERM_FORMS,
     Traits,
 )
-from .visits.mask_blocks import empty_bits, scan
+from .visits.lists import LISTED
+from .visits.mask_blocks import BLOCK, empty_bits, scan, slices_of
 
 D_BIASES = {D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_BIAS_OF_KEYS, D_BIAS_OF_QUERIES, D_BIAS_OF_DISTANCES}
 READERS_OF_BITS = 4  # (batch, head) for each slice of a mask, at least, for one tile to read it by bits
@@ -77,7 +79,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     choice = choose_forward(traits)
     say_what_is_slow("forward", (choice,), traits)
     kernels = FORWARD[choice.row.name]
-    bits = empty_bits(problem.mask) if reads_bits(problem, choice.row) else None
+    bits = bits_for(problem, (choice,))
     if bits is not None:
         problem = _by_bits(problem, bits)
     elif problem.mask is not None and _makes_states(problem, choice.row):
@@ -94,8 +96,13 @@ def looks_for_blocks(problem: Problem, row: Row) -> bool:
     return row.looks_for_blocks and (row.name != "split keys" or split_keys.reads_lists(problem))
 
 
+def bits_for(problem: Problem, choices: tuple[Choice, ...]) -> Tensor | None:
+    """Room for the bits of the mask of a flattened problem, if some of these rows read it by bits, and it has any (`empty_bits`)."""
+    return empty_bits(problem.mask) if any(reads_bits(problem, choice.row) for choice in choices) else None
+
+
 def reads_bits(problem: Problem, row: Row) -> bool:
-    """Whether the kernels of a row read a mask of pairs by the bits of `empty_bits`, if it has any, and not by bytes.
+    """Whether the kernels of a row read a mask of pairs by bits, where it lies as that asks, and not by bytes.
 
     In one tile they do where many (batch, head) read the same ones, as shifted windows do.
     """
@@ -103,13 +110,18 @@ def reads_bits(problem: Problem, row: Row) -> bool:
         return False
     if row.name != "one tile":
         return FORWARD.get(row.name) is hopper_forward
-    programs, slices = math.prod(problem.query.shape[:2]), math.prod(problem.mask.shape[:2])
+    programs, slices = math.prod(problem.query.shape[:2]), math.prod(slices_of(problem.mask))
     return programs >= READERS_OF_BITS * slices and programs * problem.query.shape[2] * problem.key.shape[2] >= PAIRS_OF_BITS
 
 
 def _by_bits(problem: Problem, bits: Tensor) -> Problem:
-    """A flattened problem with the bits of its mask in the place of that; and its states are filled, if it has any."""
-    scan(by_entry(problem.mask), by_entry(problem.states), bits)
+    """A flattened problem with the bits of its mask in the place of that; and its states are filled, if it has any.
+
+    Hopper's kernels go by lists of blocks where keys make several tiles, of 64 or 128, and a list has room for all of them.
+    """
+    len_k = problem.key.shape[2]
+    by_lists = problem.states is not None and len_k > BLOCK.value and triton.cdiv(len_k, BLOCK.value // 2) <= LISTED.value
+    scan(by_entry(problem.mask), by_entry(problem.states), bits, by_lists)
     return problem._replace(mask=None, bits=with_entries(bits, problem.mask))
 
 
@@ -206,7 +218,7 @@ def backward(
         unflattened = unflattened._replace(states=torch.empty_like(unflattened.states))  # those given are an argument, and not filled
         _scan(unflattened)
         (problem,) = flattened(unflattened)
-    bits = empty_bits(problem.mask) if any(reads_bits(problem, choice.row) for choice in choices) else None
+    bits = bits_for(problem, choices)
     if bits is not None:
         problem = _by_bits(problem._replace(states=None), bits)
     d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks

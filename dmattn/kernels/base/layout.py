@@ -157,15 +157,15 @@ ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanF
 UNIT = tl.constexpr(64)  # of terms
 
 
-def strided(x: Any, heads: int) -> Strided | Stepped | SteppedThrice | OfQueries | OfKeys | OfTerms | None:
+def strided(x: Any, heads: int, by_words: bool = False) -> Strided | Stepped | SteppedThrice | OfQueries | OfKeys | OfTerms | None:
     """`x` with four axes, or three for a vector per row, as a kernel argument in a problem of `heads` query heads.
 
-    Or what stands for such a tensor: `leading.Nested`, `described.Packed`.
+    Or what stands for such a tensor: `leading.Nested`, `described.Packed`. Columns of 16-bit numbers may be read `by_words` of two.
     """
     if x is None:
         return None
     batch, head, row, *col = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    others = head, row, col[0] if col else 0, heads // x.shape[1], whole_of(x, batch | head | row, side_by_side=col == [1])
+    others = head, row, col[0] if col else 0, heads // x.shape[1], whole_of(x, batch | head | row, by_words and col == [1])
     if isinstance(x, Packed):
         if x.in_blocks:
             return OfTerms(x.tensor, *others[:3], x.unit)

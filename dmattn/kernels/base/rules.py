@@ -78,9 +78,17 @@ class Rules(NamedTuple):
 
 
 def rules_of(
-    problem: Problem, lists: Any = None, states: Any = None, unaligned: int | None = None, packed_blocks: Tensor | None = None
-) -> Rules:  # fmt: skip
-    """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit."""
+    problem: Problem,
+    lists: Any = None,
+    states: Any = None,
+    unaligned: int | None = None,
+    packed_blocks: Tensor | None = None,
+    by_words: bool = False,
+) -> Rules:
+    """The rules of a canonical problem (`dmattn.problem.Problem`) as a kernel argument, with what says which tiles to visit.
+
+    `by_words` says that the kernel reads a bias of pairs so (hopper/loaded_pairs.py).
+    """
     heads = problem.query.shape[1]
     drops = problem.seed is not None
     bias, table = (problem.bias, None) if problem.zero is None else (None, problem.bias)
@@ -90,7 +98,7 @@ def rules_of(
         mask_cols=_varies(problem.mask, 3),
         blocks=strided(problem.blocks, heads),
         bits=problem.bits if problem.blocks is not None else strided(problem.bits, heads),
-        bias=strided(bias, heads),
+        bias=strided(bias, heads, by_words),
         bias_rows=_varies(bias, 2),
         bias_cols=_varies(bias, 3),
         sinks=strided_by_head(problem.sinks),
@@ -132,7 +140,9 @@ def _is_fine(problem: Problem) -> int | None:
 
 
 def _shared(problem: Problem) -> int | None:
-    return 1 if any(x is not None and x.shape[0] < problem.query.shape[0] for x in (problem.pair_bias, problem.pair_mask)) else None
+    bits = problem.bits if problem.blocks is None else None
+    pairs = problem.pair_bias, problem.pair_mask, bits
+    return 1 if any(x is not None and x.shape[0] < problem.query.shape[0] for x in pairs) else None
 
 
 @triton.jit

@@ -13,12 +13,13 @@ import triton.language as tl
 from .leading import Nested
 
 ALIGNED = tl.constexpr(9)  # all strides of 16-bit numbers but that of columns are multiples of 8 (16 bytes)
+# The next two are for who reads words of 32 bits.
 EVEN = tl.constexpr(17)  # 16-bit numbers of a row lie side by side; rows begin at multiples of 4 bytes, and the last one ends there
 ANYWHERE = tl.constexpr(33)  # the same, but that rows begin anywhere
 
 
-def whole_of(x: Any, strides: int, side_by_side: bool) -> tuple[int, ...]:
-    """Those of a tensor, or what stands for it, by the bits of all strides but that of columns, which is 1 if they are `side_by_side`."""
+def whole_of(x: Any, strides: int, by_words: bool) -> tuple[int, ...]:
+    """Those of a tensor, or what stands for it, by the bits of all strides but that of columns, which are side by side if read `by_words`."""
     if isinstance(x, Nested) and x.places is not None:
         unit, *quotients = x.places
         strides |= unit
@@ -26,9 +27,9 @@ def whole_of(x: Any, strides: int, side_by_side: bool) -> tuple[int, ...]:
             strides |= step
     if not x.dtype.is_floating_point or x.dtype.itemsize != 2:
         return (1,)
-    if strides % 8 == 0 and x.data_ptr() % 16 == 0:
+    if strides % 8 == 0 and not (by_words and x.data_ptr() % 16):
         return (1,) * (ALIGNED.value if strides % 16 else 1)
-    if not side_by_side or not _ends_with_word(x):
+    if not by_words or not _ends_with_word(x):
         return (1,)
     return (1,) * (ANYWHERE.value if strides % 2 or x.data_ptr() % 4 else EVEN.value)
 

@@ -114,7 +114,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         v=tiled(problem.value, block_n, PANEL.value),
         bias=tiled(copyable("bias", problem.bias), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, PANEL.value),
-        rules=rules_of(problem, packed_blocks=sharing.sequences(problem)),
+        rules=rules_of(problem, packed_blocks=sharing.sequences(problem), by_words=True),
         lse=lse,
         delta=delta,
         parts=strided(parts, bias_heads),

@@ -340,7 +340,7 @@ def _scores(
             bias = _load_bias(tiles, stage, which, config)
         s = widened(bias)
         bias = None
-    if config.AHEAD and not AGAIN:  # once its registers are free
+    if config.AHEAD and not AGAIN:  # with BIAS_FIRST the bias of this one has left its registers
         ahead = (words_of_pairs(rules.bias, seq, row, start + config.BLOCK_N, ahead[1], config.BLOCK_N, EDGE=True), ahead[1])
     if IN_TURN:
         mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))

@@ -1,7 +1,7 @@
 """Tiles of pairs that the copy engine of Hopper (sm_90) cannot address, as rows begin anywhere: consumers load them to registers.
 
-The producer, which is ahead of them by the stages in shared memory, asks for the bias of a tile when it copies the tile's keys, so that
-consumers find it in the L2 cache. The forward pass also loads the bias of a tile before it needs it (`words_of_pairs`).
+The producer, which is ahead of them by the stages in shared memory, may ask for the bias of a tile when it copies the tile's keys, so that
+consumers find it in the L2 cache. The forward pass loads the bias of a tile before it needs it, if no list says which tile comes.
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,8 @@ def load_pairs(t, seq, rows, cols, row, col, EDGE: gl.constexpr):
     """A tile of a tensor of pairs (`layout.Strided`) at a query and a key, from memory wherever it lies there.
 
     `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands. Past the end of the keys, which only a tile at an
-    EDGE reaches, it is anything; past that of the queries it is the last one's.
+    EDGE reaches, it is anything; past that of the queries it is the last one's. The key is a multiple of 8. A tile that stands as products have
+    it has 64 rows.
     """
     LAYOUT: gl.constexpr = cols.type.layout
     if rows.shape[1] == 1 and are_words(t.whole) and _is_of_products(LAYOUT):  # a lane has pairs of neighbours in a row of the tile
@@ -114,7 +115,7 @@ def pairs_of_words(words, t, seq, row, col, PAIRS: gl.constexpr):
         odd = _odd(t, _addresses(t, seq, row, col, LAYOUT))
         EACH: gl.constexpr = pairs.shape[1] // 4  # words of a row that a lane has
         arguments = [pairs, words.beyond[:, None], odd[:, None]]
-        pairs = gl.inline_asm_elementwise(_shifting(EACH), _constraints(EACH), arguments, dtype=gl.int32, is_pure=True, pack=EACH)
+        pairs = gl.inline_asm_elementwise(_shifting(EACH), _constraints(EACH), arguments, dtype=gl.int32, is_pure=False, pack=EACH)
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
     tile = gl.join(low, high).reshape([64, 2 * pairs.shape[1]])
     return gl.convert_layout(tile.to(t.ptr.dtype.element_ty, bitcast=True), PAIRS)
@@ -149,7 +150,7 @@ def _by_words(words):
 @gluon.constexpr_function
 def _constraints(count):
     """Those of `_shifting`."""
-    return ",".join(["=r"] * count + ["r"] * (3 * count))
+    return ",".join(["=&r"] * count + ["r"] * (3 * count))  # results come before the last arguments are read
 
 
 @gluon.constexpr_function

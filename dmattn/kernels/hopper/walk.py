@@ -119,7 +119,7 @@ def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, Tenso
     if problem.first is None:
         sub = block_n
         packed = packed_blocks(problem, block_m)
-        rules = rules_of(problem, key_lists(problem, block_m, block_n, packed), packed_blocks=packed)
+        rules = rules_of(problem, key_lists(problem, block_m, block_n, packed), packed_blocks=packed, by_words=True)
         _, intervals, bias_columns = described_keys(problem, block_m, sub)
     else:
         if problem.zero is not None:

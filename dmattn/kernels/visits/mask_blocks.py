@@ -29,8 +29,11 @@ BLOCK, WORD = tl.constexpr(bits_of_a_mask.BLOCK), tl.constexpr(bits_of_a_mask.WO
 ELEMENTS = 8192  # that a program of the scan takes of a mask, each a word or a byte: 32 KiB of one read in words; but whole blocks with bits
 
 
-def scan(mask: Tensor, states: Tensor | None, bits: Tensor | None = None) -> None:
-    """Fill `states`, of the shape `states_shape(mask)`, or `bits` (:func:`empty_bits`), or both, from a mask with four axes."""
+def scan(mask: Tensor, states: Tensor | None, bits: Tensor | None = None, by_lists: bool = False) -> None:
+    """Fill `states`, of the shape `states_shape(mask)`, or `bits` (:func:`empty_bits`), or both, from a mask with four axes.
+
+    Where all who read the bits go `by_lists` of blocks with a pair, those of other blocks are left as they are.
+    """
     if not mask.numel():
         return
     if bits is None and not _lies_by_rows(mask):  # a program reads along the last axis, which is to be the dense one
@@ -52,6 +55,7 @@ def scan(mask: Tensor, states: Tensor | None, bits: Tensor | None = None) -> Non
         WIDTH=width,
         ROWS=height,
         COLS=across,
+        BY_LISTS=by_lists,
         EVEN_ROWS=rows % height == 0,
         EVEN_COLS=length % per_program == 0,
         num_warps=4,
@@ -68,13 +72,20 @@ def empty_bits(mask: Any) -> Tensor | None:
     """Room for the bits of a mask of pairs, int32 (own entries, H or Hk or 1, blocks of queries, blocks of keys), which has of each block the
     number where its BLOCK rows of BLOCK // WORD words begin. None if the mask does not lie by rows, or no single stride walks its entries.
 
-    They take an eighth of the memory of the mask, of whole blocks.
+    They take an eighth of the memory of the mask, of whole blocks. Those of an expanded mask are there once.
     """
     if (isinstance(mask, Nested) and mask.places is not None) or not _lies_by_rows(mask := by_entry(mask)):
         return None
-    entries, heads, rows, cols = mask.shape
+    entries, heads = slices_of(mask)
+    rows, cols = mask.shape[2:]
     down, across, size = triton.cdiv(rows, BLOCK.value), triton.cdiv(cols, BLOCK.value), BLOCK.value * BLOCK.value // WORD.value
     return torch.empty((entries, heads, down, across * size), dtype=torch.int32, device=mask.device)[..., ::size]
+
+
+def slices_of(mask: Any) -> tuple[int, int]:
+    """How many entries and heads of a mask are not the same memory."""
+    entries, heads = (1 if stride == 0 else size for size, stride in zip(mask.shape[:2], mask.stride()[:2], strict=True))
+    return entries, heads
 
 
 def _words(mask: Tensor) -> tuple[Tensor, int]:
@@ -138,7 +149,7 @@ def tile_state(states, seq, rows, cols, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 @triton.jit
 def _scan_kernel(
     mask, states, bits, heads, rows_length, cols_length,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BY_LISTS: tl.constexpr, EVEN_ROWS: tl.constexpr, EVEN_COLS: tl.constexpr,
 ):  # fmt: skip
     """One program: the states of ROWS by COLS elements of WIDTH bytes, of one (batch, head), and of whole blocks the bits.
 
@@ -176,9 +187,11 @@ def _scan_kernel(
         number = block * BLOCKS + tl.arange(0, BLOCKS)
         pointers = slice_pointer(bits, seq) + tl.cast(strip, tl.int64) * bits.row + number.to(tl.int64) * bits.col  # [BLOCKS]
         line = tl.arange(0, ROWS)[:, None, None] * (BLOCK // WORD) + tl.arange(0, BLOCK // WORD)[None, None, :]
-        visited = tl.max(tl.reshape(tl.max(attended, 0), [BLOCKS, BLOCK // WORD]), 1) != 0  # the bits of others have no reader
         kept = tl.reshape(kept, [ROWS, BLOCKS, BLOCK // WORD]).to(tl.int32, bitcast=True)
-        tl.store(pointers[None, :, None] + line, kept, mask=visited[None, :, None])
+        stored = number < tl.cdiv(cols_length * WIDTH, BLOCK)
+        if BY_LISTS:
+            stored &= tl.max(tl.reshape(tl.max(attended, 0), [BLOCKS, BLOCK // WORD]), 1) != 0
+        tl.store(pointers[None, :, None] + line, kept, mask=stored[None, :, None])
 
 
 @triton.jit

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import NEEDS_CUDA
+from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
 from dmattn import BlockMask, attention
@@ -17,6 +18,10 @@ from dmattn.execution import replay
 from dmattn.execution.backend import interpreting
 from dmattn.problem import Problem
 from dmattn.states import ATTENDED, GRANULE, HIDDEN, states_shape
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+
+from dmattn.kernels import run
 
 KERNELS = [
     pytest.param("cpu", marks=pytest.mark.skipif(not interpreting(), reason="the PyTorch path has no blocks")),
@@ -59,6 +64,7 @@ MASKS = {
     "rows-dense-in-memory-of-odd-length": lambda: blocky(2, 2, 133, 71).mT,
     "heads-dense-in-memory": lambda: blocky(1, 37, 65, 3).permute(0, 3, 1, 2),
     "expanded": lambda: blocky(2, 1, 1, 70).expand(2, 3, 40, 70),
+    "expanded-over-all": lambda: blocky(1, 1, 140, 70).expand(3, 2, 140, 70),
     "one-row-for-all": lambda: blocky(2, 1, 1, 77),
     "one-key-for-all": lambda: blocky(1, 2, 77, 1),
     "one-pair-for-all": lambda: blocky(3, 2, 1, 1),
@@ -85,9 +91,10 @@ def test_states_are_those_of_the_mask(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", KERNELS)
+@pytest.mark.parametrize("by_lists", [False, True])
 @pytest.mark.parametrize("name", MASKS)
-def test_bits_are_those_of_the_mask(name: str, device: str) -> None:
-    """Of each block of which a pair is kept, past the ends too; and the states are as without them."""
+def test_bits_are_those_of_the_mask(name: str, by_lists: bool, device: str) -> None:
+    """Past the ends too, and of all blocks, or with lists of those of which a pair is kept; and the states are as without them."""
     from dmattn.kernels.visits.mask_blocks import empty_bits, scan
 
     mask = MASKS[name]().to(device)
@@ -101,15 +108,55 @@ def test_bits_are_those_of_the_mask(name: str, device: str) -> None:
         return
     memory = bits.as_strided((*bits.shape, BLOCK, BLOCK // WORD), (*bits.stride(), BLOCK // WORD, 1))
     memory.fill_(0x55555555)
-    scan(mask, states, bits)
+    scan(mask, states, bits, by_lists)
     assert torch.equal(states.cpu(), block_states(mask.cpu(), GRANULE, GRANULE).to(torch.uint8))
     rows, cols = mask.shape[2:]
     whole = torch.nn.functional.pad(mask.cpu(), (0, -cols % BLOCK, 0, -rows % BLOCK))
     tiles = whole.unflatten(3, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).transpose(3, 4)
-    expected = packed(tiles.flatten(0, 3))[:, 0].view_as(memory)
+    expected = packed(tiles.flatten(0, 3))[:, 0].view(*tiles.shape[:4], BLOCK, BLOCK // WORD)[: bits.shape[0], : bits.shape[1]]
     attended = tiles.any(5).any(4)
+    attended = attended[: bits.shape[0], : bits.shape[1]]
     assert torch.equal(memory.cpu()[attended], expected[attended])
-    assert (memory.cpu()[~attended] == 0x55555555).all()
+    assert (memory.cpu()[~attended] == (0x55555555 if by_lists else 0)).all()
+
+
+@needs_cuda
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("lengths", [(512, 60), (700, 900), (300, 130), (300, 66100)], ids=str)
+def test_no_call_reads_bits_that_nobody_wrote(lengths: tuple[int, int], head_dim: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where blocks are visited that keep no pair: as keys make one tile, or as a list has no room for all blocks, of 64 keys."""
+    made = []
+
+    def poisoned(mask: Tensor) -> Tensor | None:
+        bits = empty_bits(mask)
+        if bits is not None:
+            bits.as_strided((bits.untyped_storage().nbytes() // 4,), (1,), 0).fill_(-1)
+            made.append(bits)
+        return bits
+
+    empty_bits = run.empty_bits
+    monkeypatch.setattr(run, "empty_bits", poisoned)
+    replay.forget()
+    torch.manual_seed(0)
+    batch, heads = (1, 4) if lengths[1] > 1000 else (8, 16)
+    query, key, value = (torch.randn(batch, heads, length, head_dim, dtype=torch.bfloat16, device="cuda") for length in (*lengths, lengths[1]))
+    mask = torch.rand(batch, 1, *lengths, device="cuda") < 0.5
+    mask[:, :, 128:256] = False
+    mask[:, :, 256:, 256:640] = False
+    mask[:, :, 256:, 65450:65900] = False
+    of_pairs = torch.randn(batch, heads, *lengths, dtype=torch.bfloat16, device="cuda") if bias else None
+    out, lse = attention(query, key, value, mask=mask, bias=of_pairs, return_lse=True)
+    again = attention(query, key, value, mask=mask, bias=of_pairs)
+    replay.forget()
+    assert (out[:, :, 128:256] == 0).all()
+    assert (lse[:, :, 128:256] == -math.inf).all()
+    assert torch.equal(out, again)
+    expected = attention(
+        *(x[:1].double() for x in (query, key, value)), mask=mask[:1], bias=None if of_pairs is None else of_pairs[:1].double()
+    )
+    torch.testing.assert_close(out[:1].double(), expected, atol=0.03, rtol=0.03)
+    assert made or torch.cuda.get_device_capability() != (9, 0)
 
 
 @pytest.mark.parametrize("device", KERNELS)

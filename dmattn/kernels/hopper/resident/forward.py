@@ -79,7 +79,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         k=tiled(problem.key, KEYS.value, DIM),
         v=tiled(problem.value, KEYS.value, DIM),
         bias=tiled(copyable("bias", problem.bias), BLOCK_M.value, CHUNK.value),
-        rules=rules_of(problem),
+        rules=rules_of(problem, by_words=True),
         out=tiled(out, BLOCK_M.value, DIM),
         lse=strided(lse, heads),
         **parts,

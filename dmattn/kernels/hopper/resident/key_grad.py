@@ -112,7 +112,7 @@ def key_gradients(problem: Problem, incoming: Incoming, d_key: Tensor | None, d_
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
         terms=tiled_vectors(incoming.vectors, 2, BLOCK_M.value),
         bias=tiled(copyable("bias", problem.bias), CHUNK.value, BLOCK_N.value),
-        rules=rules_of(problem),
+        rules=rules_of(problem, by_words=True),
         d_k=strided(d_key, heads),
         d_v=strided(d_value, heads),
         **parts,

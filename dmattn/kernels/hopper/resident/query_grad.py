@@ -118,7 +118,7 @@ def query_gradients(
         d_out=tiled(incoming.d_out, BLOCK_M.value, DIM),
         terms=strided(incoming.vectors, heads),
         bias=tiled(copyable("bias", problem.bias), BLOCK_M.value, CHUNK.value),
-        rules=rules_of(problem),
+        rules=rules_of(problem, by_words=True),
         d_q=tiled(d_query, BLOCK_M.value, DIM),
         parts=strided(parts, bias_heads),
         part_count=count,
