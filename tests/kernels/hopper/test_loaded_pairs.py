@@ -92,7 +92,7 @@ def test_where_a_bias_lies_changes_no_bit(lengths: tuple[int, int], head_dim: in
                 out = attention(*inputs[:3], bias=inputs[3], **given)
                 kinds.add(len(strided(x, 4, by_words=True).whole))
                 results.append((out, *torch.autograd.grad(out.float().square().sum(), inputs)))
-    assert kinds == {1, EVEN.value, ANYWHERE.value}
+    assert kinds == {1, ANYWHERE.value} | ({EVEN.value} if lengths[1] % 2 == 0 else set())
     torch.testing.assert_close(results[0][0].double(), exact, atol=0.02, rtol=0.02)
     for name, first, *others in zip(("out", "query", "key", "value", "bias"), *results, strict=True):
         assert all(torch.equal(first, other) for other in others), name
