@@ -79,7 +79,7 @@ def test_numbers_are_copied_there_and_back(shape: tuple[int, ...], how: str) -> 
     ("leading", "heads", "lengths", "dim", "bias_shape", "options"),
     [
         ((4,), 8, (333, 333), 64, (1, 8), {}),
-        ((2,), 8, (501, 397), 128, (1, 8), dict(scale=0.2)),
+        ((3,), 8, (501, 397), 128, (1, 8), dict(scale=0.2)),
         ((2,), 12, (401, 401), 64, (2, 1), dict(causal=True)),
         ((9,), 4, (333, 517), 80, (1, 4), dict(softcap=20.0)),
         ((2, 24), 2, (333, 333), 32, (2, 1, 2), {}),
