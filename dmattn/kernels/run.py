@@ -97,8 +97,11 @@ def looks_for_blocks(problem: Problem, row: Row) -> bool:
 
 
 def bits_for(problem: Problem, choices: tuple[Choice, ...]) -> Tensor | None:
-    """Room for the bits of the mask of a flattened problem, if some of these rows read it by bits, and it has any (`empty_bits`)."""
-    return empty_bits(problem.mask) if any(reads_bits(problem, choice.row) for choice in choices) else None
+    """Room for the bits of the mask of a flattened problem, if all of these rows that read it do so by bits, and it has any (`empty_bits`)."""
+    by_bits = [choice.row for choice in choices if reads_bits(problem, choice.row)]
+    if not by_bits or any(choice.row.looks_for_blocks and choice.row not in by_bits for choice in choices):
+        return None
+    return empty_bits(problem.mask)
 
 
 def reads_bits(problem: Problem, row: Row) -> bool:

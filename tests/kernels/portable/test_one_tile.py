@@ -156,6 +156,21 @@ def test_a_mask_that_many_read_comes_by_bits(case: Case, device: str, monkeypatc
     assert all(scanned)
 
 
+def test_a_mask_stays_where_another_row_reads_it_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of the gradient of a table of distances does."""
+    case = Case("table", 29, batch=3, heads=8, head_dim=32, bias="1hr", distances=33, mask="b1qk", keep="random")
+    monkeypatch.setattr(run, "PAIRS_OF_BITS", 0)
+    monkeypatch.setattr(run, "READERS_OF_BITS", 2)
+    problem = problem_of(replace(case, bias=None), "cpu", torch.float16)
+    rows = {row.name: row for row in (*dispatch.FORWARD, *dispatch.BACKWARD)}
+    one, table = (dispatch.Choice(rows[name], frozenset(), (), None) for name in ("one tile", "portable: d_bias of distances"))
+    assert run.bits_for(problem, (one,)) is not None
+    assert run.bits_for(problem, (one, table)) is None
+    if interpreting():
+        replay.forget()
+        assert [verdict for verdict in check(case, torch.float16, "cpu") if not verdict.passed] == []
+
+
 def test_a_mask_that_few_read_stays() -> None:
     def reads(case: Case) -> bool:
         return run.reads_bits(problem_of(case, "meta" if case.batch > 9 else "cpu"), dispatch.FORWARD[0])
