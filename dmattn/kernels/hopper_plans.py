@@ -31,9 +31,9 @@ FEW_QUERIES = 64  # of which Hopper's kernels make one block: up to so many the 
 FEW_QUERIES_WIDE = 32  # of head dims over 128, though a second consumer is idle to 64
 DIMS = (16, 32, 64, 128, 256)  # of heads, padded to powers of two, that Hopper's general kernels serve
 
-# NVIDIA H200, 2026-11-29: docs/history.md, "Copies of unaligned biases".
+# NVIDIA H200, 2026-11-29: docs/history.md, "Rows of other models, and dS handed on" and "Biases loaded ahead".
 FORWARD_READS, BACKWARD_READS = 2, 1  # of each number of a shared bias, at least
-READS_OF_AHEAD = 3  # in a forward pass without lists of blocks, which loads the bias of a tile ahead
+READS_OF_AHEAD = 3  # in a forward pass without lists of blocks, which loads the words of a bias a tile ahead
 PAIRS_OF_A_COPY = 1 << 20  # of all (batch, head), at least
 ROOM_OF_A_COPY = 1 << 28  # bytes of one copy, or as many as queries, keys and values have
 # These hide pairs that nobody knows before the kernels do, most of them where documents are short: as if they left this part.

@@ -107,7 +107,7 @@ def bits_for(problem: Problem, choices: tuple[Choice, ...]) -> Tensor | None:
 def reads_bits(problem: Problem, row: Row) -> bool:
     """Whether the kernels of a row read a mask of pairs by bits, where it lies as that asks, and not by bytes.
 
-    In one tile they do where many (batch, head) read the same ones, as shifted windows do.
+    In one tile they do where many (batch, head) read the same ones, as shifted windows do, and have many pairs.
     """
     if problem.pair_mask is None or problem.ends_q is not None:
         return False

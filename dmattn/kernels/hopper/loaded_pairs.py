@@ -1,7 +1,7 @@
 """Tiles of pairs that the copy engine of Hopper (sm_90) cannot address, as rows begin anywhere: consumers load them to registers.
 
 The producer, which is ahead of them by the stages in shared memory, may ask for the bias of a tile when it copies the tile's keys, so that
-consumers find it in the L2 cache. The forward pass loads the bias of a tile before it needs it, if no list says which tile comes.
+consumers find it in the L2 cache. The forward pass loads the words of a tile's bias before it needs it, if no list says which tile comes.
 """
 
 from typing import Any, NamedTuple
