@@ -125,20 +125,17 @@ def test_a_call_that_no_kernel_serves_says_what_to_do_instead() -> None:
         assert explain(*same(2, 8, 300, 320, dtype=dtype), target="sm_90").passes[0].rows
 
 
-def test_hopper_serves_padding_beside_a_table_of_distances() -> None:
-    """A mask of pairs leaves such a call to the portable kernels."""
+def test_hopper_serves_masks_beside_a_table_of_distances() -> None:
     table = RelativeBias(empty(16, 257, dtype=FP32))
     query, ends = same(4, 16, 1024, 64), torch.empty(4, 1, 1024, dtype=torch.int32, device="meta")
     padding = torch.empty(4, 1, 1, 1024, dtype=torch.bool, device="meta")
     keys = "Hopper: d_key, d_value"
-    for mask, of_keys in ((None, keys), (padding, keys), (IntervalMask(ends, ends, 1024), f"{keys} by intervals")):
+    of_pairs, odd = (torch.empty(4, 1, 1024, pitch, dtype=torch.bool, device="meta")[..., :1024] for pitch in (1024, 1025))
+    of_intervals = IntervalMask(ends, ends, 1024), f"{keys} by intervals"
+    for mask, of_keys in ((None, keys), (padding, keys), of_intervals, (of_pairs, keys), (odd, f"{keys}, pairs loaded")):
         forward, backward = explain(*query, bias=table, mask=mask, scale=1.0, target="sm_90").passes
         assert forward.rows == ("Hopper",)
         assert {"Hopper: d_query", of_keys} <= set(backward.rows)
-    of_pairs = torch.empty(4, 1, 1024, 1024, dtype=torch.bool, device="meta")
-    forward, backward = explain(*query, bias=table, mask=of_pairs, scale=1.0, target="sm_90").passes
-    assert forward.rows == ("portable",)
-    assert "serves no mask beside a RelativeBias but one (..., 1, Sk), as of padding, or an IntervalMask" in reasons(forward)["Hopper"]
 
 
 QUERY = same(2, 8, 300, 128)

@@ -59,7 +59,7 @@ class Row(NamedTuple):
     Of what it `makes`, a call gets what is wanted and no row before it makes; what it makes `besides`, it makes if no row before it does. It
     `reads` what other rows make. It is asked only where `needs` are wanted, all of them, and no row before it makes those that it makes itself.
     While it runs it `borrows` the memory of results of rows after it. Under a mask or intervals its kernels look for the blocks that are left,
-    as a rule.
+    as a rule. A bool mask of pairs they read `by_bits`, which a scan makes (`run.reads_bits`), or the mask itself.
     """
 
     name: str
@@ -72,6 +72,7 @@ class Row(NamedTuple):
     needs: frozenset[str] = frozenset()
     borrows: frozenset[str] = frozenset()
     looks_for_blocks: bool = True
+    by_bits: bool = False
 
     def serves(self, traits: Traits) -> bool:
         """Whether :meth:`refusal` has no reason, without its words: each call asks."""
@@ -191,11 +192,14 @@ def _nobody(traits: Traits, rows: Sequence[Row]) -> str:
 
 
 def _loading(row: Row) -> Row:
-    """A row whose kernels load a bias or mask of pairs that the copy engine cannot address: slower than copies. Not by intervals."""
+    """A row whose kernels load a bias of pairs that the copy engine cannot address, and a mask of pairs by bits: slower than copies. Not by
+    intervals.
+    """
     return row._replace(
         name=f"{row.name}, pairs loaded",
         understands=row.understands - INTERVALS,
         plan=partial(row.plan, loads_pairs=True),
+        by_bits=True,
     )
 
 
@@ -205,9 +209,10 @@ HOPPER_FORWARD = Row(
     MASKS | BIASES | DISTANCES | INTERVALS | WINDOW | EVERY | PACKED | SOFTCAP,
     hopper_plans.forward,
     targets=HOPPER,
+    by_bits=True,
 )
 FORWARD = (
-    Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile_forward, looks_for_blocks=False),
+    Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile_forward, looks_for_blocks=False, by_bits=True),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, plans.split_keys),
     Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, hopper_plans.resident_forward, targets=HOPPER),
     HOPPER_FORWARD,
@@ -228,7 +233,11 @@ ON_HOPPER = dict(targets=HOPPER, reads=TERMS)
 
 WITH_COLUMNS = dict(targets=HOPPER, reads=TERMS | {TERM_COLUMNS})
 HOPPER_KEYS = Row(
-    "Hopper: d_key, d_value", OF_KEYS, MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED | SOFTCAP, hopper_plans.keys, **WITH_COLUMNS
+    "Hopper: d_key, d_value",
+    OF_KEYS,
+    MASKS | BIASES | DISTANCES | WINDOW | EVERY | PACKED | SOFTCAP,
+    hopper_plans.keys,
+    **WITH_COLUMNS,
 )
 HOPPER_INTERVAL_KEYS = Row(
     "Hopper: d_key, d_value by intervals",
@@ -255,18 +264,20 @@ HOPPER_QUERY = Row(
     hopper_plans.query,
     targets=HOPPER,
     besides=TERMS,
+    by_bits=True,
 )
 HOPPER_BIAS = Row(
     "Hopper: d_bias",
     frozenset({D_BIAS_SHARED}),
-    PAIR_BIAS | WINDOW | EVERY | PACKED | SOFTCAP | {"mask of keys"},
+    MASKS | PAIR_BIAS | INTERVALS | WINDOW | EVERY | PACKED | SOFTCAP,
     hopper_plans.shared,
     HOPPER,
     AS_DELTA,
+    by_bits=True,
 )
 PORTABLE_QUERY = Row("portable: d_query, d_bias", frozenset({D_QUERY, D_BIAS_OF_PAIRS, END_SUMS}), ALL, plans.always, reads=AS_DELTA)
 BACKWARD = (
-    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED - FURTHER, plans.one_tile, looks_for_blocks=False),
+    Row("one tile", GRADIENTS | {D_BIAS_SHARED}, ALL - PACKED - FURTHER, plans.one_tile, looks_for_blocks=False, by_bits=True),
     Row(
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,

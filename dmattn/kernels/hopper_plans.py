@@ -140,17 +140,9 @@ def _only_intervals(traits: Traits) -> str | None:
     return None if "intervals" in traits.features else "is for an IntervalMask, and there is none"
 
 
-def _without_distances(traits: Traits) -> str | None:
-    """Masks of other kinds than by key were not tried beside numbers of distances; one of pairs takes too many registers."""
-    if "bias of distances" not in traits.features or traits.features.isdisjoint(MASKS - {"mask of keys"}):
-        return None
-    return "serves no mask beside a RelativeBias but one (..., 1, Sk), as of padding, or an IntervalMask"
-
-
 @joined
 def forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
-    yield _without_distances(traits)
     if _are_narrow(traits) and not traits.features.isdisjoint(PAIRWISE) and traits.features >= PACKED:
         yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) of packed sequences to the portable kernel, which is faster"
     if are_narrowest(traits):
@@ -250,14 +242,13 @@ def query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only beside a bias of pairs, or with many keys, as the portable kernel is faster else."""
     if D_BIAS_OF_PAIRS in traits.wanted and not _is_stored_under_softcap(traits):
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
-    yield _without_distances(traits)
     if "bias of distances" in traits.features and D_QUERY not in traits.wanted:
         yield "makes sums for the gradient of a RelativeBias beside d_query, and query needs no gradient"
     if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
         if _window(traits) < _MANY_KEYS:
             yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
-        if "mask of pairs" in traits.features:
-            yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) to the portable kernel, which is faster"
+        if "mask of pairs" in traits.features and "mask" not in dict(traits.uncopyable) and "bias of distances" not in traits.features:
+            yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) that the copy engine reads for d_key to the portable kernel, which is as fast"
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs)
     yield on_hopper(traits, DIMS, "d_out", "out", loads_pairs=loads_pairs)
@@ -266,7 +257,6 @@ def query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
 @joined
 def keys(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """A mask of pairs is copied, too, where the kernel loads no pairs."""
-    yield _without_distances(traits)
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs)
     yield on_hopper(traits, DIMS, "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
@@ -282,6 +272,8 @@ def interval_keys(traits: Traits) -> Iterator[str | None]:
 @joined
 def shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only where the portable kernel is slower."""
-    if _are_narrow(traits) and "mask of keys" in traits.features:
-        yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) to the portable kernel, which is faster"
+    if _are_narrow(traits) and not traits.features.isdisjoint({"mask of keys"} | INTERVALS):
+        yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) and an IntervalMask to the portable kernel, which is faster"
+    if traits.features >= PACKED and not traits.features.isdisjoint(PAIRWISE):
+        yield "serves no mask (..., Sq, Sk) of packed sequences"
     yield on_hopper(traits, (64, 128, 256), "d_out", loads_pairs=loads_pairs)

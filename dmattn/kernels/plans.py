@@ -145,7 +145,10 @@ def whole_rows(traits: Traits) -> Iterator[str | None]:
 
 @joined
 def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
-    """All pairs of a (batch, head) are one program's, which keeps dQ on chip; so there must be many."""
+    """All pairs of a (batch, head) are one program's, which keeps dQ on chip; so there must be many.
+
+    Where shared memory has no room for tiles of a mask, too, there may be room for what a kernel that `loads_pairs` has.
+    """
     stores = D_BIAS_OF_PAIRS in traits.wanted
     yield grouped(traits)
     if stores and traits.bias is not None and traits.bias.dtype != traits.dtype:
@@ -157,7 +160,7 @@ def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         traits.len_q,
         traits.len_k,
         biased=traits.features >= PAIR_BIAS,
-        masked="mask of pairs" in traits.features,
+        masked="mask of pairs" in traits.features and not loads_pairs,
         hides=not traits.features.isdisjoint(MASKS | WINDOW),
         stores=stores,
     )

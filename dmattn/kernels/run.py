@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -80,10 +80,9 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     say_what_is_slow("forward", (choice,), traits)
     kernels = FORWARD[choice.row.name]
     bits = bits_for(problem, (choice,))
-    if bits is not None:
-        problem = _by_bits(problem, bits)
-    elif problem.mask is not None and _makes_states(problem, choice.row):
-        _scan(given)
+    if problem.mask is not None:
+        _scan(given, problem, bits, (choice,), with_states=_makes_states(problem, choice.row))
+    problem = _by_bits(problem, bits)
     if problem.order is not None:
         problem = reordered(problem, reads_all=kernels is split_keys)
     if "bias" in dict(choice.traits.aligned):
@@ -97,35 +96,26 @@ def looks_for_blocks(problem: Problem, row: Row) -> bool:
 
 
 def bits_for(problem: Problem, choices: tuple[Choice, ...]) -> Tensor | None:
-    """Room for the bits of the mask of a flattened problem, if all of these rows that read it do so by bits, and it has any (`empty_bits`)."""
-    by_bits = [choice.row for choice in choices if reads_bits(problem, choice.row)]
-    if not by_bits or any(choice.row.looks_for_blocks and choice.row not in by_bits for choice in choices):
-        return None
-    return empty_bits(problem.mask)
+    """Room for the bits of the mask of a flattened problem, if some of these rows read it so, and it has any (`empty_bits`)."""
+    return empty_bits(problem.mask) if any(reads_bits(problem, choice.row) for choice in choices) else None
 
 
 def reads_bits(problem: Problem, row: Row) -> bool:
-    """Whether the kernels of a row read a mask of pairs by bits, where it lies as that asks, and not by bytes.
+    """Whether the kernels of a row read a mask of pairs by bits, where it has any, and not by bytes.
 
     In one tile they do where many (batch, head) read the same ones, as shifted windows do, and have many pairs.
     """
-    if problem.pair_mask is None or problem.ends_q is not None:
+    if not row.by_bits or problem.pair_mask is None:
         return False
     if row.name != "one tile":
-        return FORWARD.get(row.name) is hopper_forward
+        return True
     programs, slices = math.prod(problem.query.shape[:2]), math.prod(slices_of(problem.mask))
     return programs >= READERS_OF_BITS * slices and programs * problem.query.shape[2] * problem.key.shape[2] >= PAIRS_OF_BITS
 
 
-def _by_bits(problem: Problem, bits: Tensor) -> Problem:
-    """A flattened problem with the bits of its mask in the place of that; and its states are filled, if it has any.
-
-    Hopper's kernels go by lists of blocks where keys make several tiles, of 64 or 128, and a list has room for all of them.
-    """
-    len_k = problem.key.shape[2]
-    by_lists = problem.states is not None and len_k > BLOCK.value and triton.cdiv(len_k, BLOCK.value // 2) <= LISTED.value
-    scan(by_entry(problem.mask), by_entry(problem.states), bits, by_lists)
-    return problem._replace(mask=None, bits=with_entries(bits, problem.mask))
+def _by_bits(problem: Problem, bits: Tensor | None) -> Problem:
+    """A flattened problem with the bits of its mask in the place of that, if there are any."""
+    return problem if bits is None else problem._replace(mask=None, bits=with_entries(bits, problem.mask))
 
 
 def _makes_states(problem: Problem, row: Row) -> bool:
@@ -144,10 +134,20 @@ def scans_itself(problem: Problem, out: Any, choices: tuple[Choice, ...]) -> boo
     return problem.query.shape[2] <= FEW_ROWS or not choose_forward(Traits.of(problem, out)).row.looks_for_blocks
 
 
-def _scan(problem: Problem) -> None:
-    """Fill the states of a problem's mask."""
-    for mask, states in in_parts(problem.mask, problem.states):
-        scan(mask, states)
+def _scan(given: Problem, problem: Problem, bits: Tensor | None, choices: tuple[Choice, ...], with_states: bool) -> None:
+    """Fill the bits of a problem's mask, if there is room for them, or its states, or both; `problem` is what was `given`, flattened.
+
+    Bits of a block without a pair are left as they are where all who read bits look for blocks, as Hopper's kernels do where keys make several
+    tiles, of 64 or 128, and a list has room for all of them.
+    """
+    if bits is not None:
+        len_k = problem.key.shape[2]
+        looks = all(choice.row.looks_for_blocks for choice in choices if choice.row.by_bits)
+        by_lists = looks and len_k > BLOCK.value and triton.cdiv(len_k, BLOCK.value // 2) <= LISTED.value
+        scan(by_entry(problem.mask), by_entry(problem.states) if with_states else None, bits, by_lists)
+    elif with_states:
+        for mask, states in in_parts(given.mask, given.states):
+            scan(mask, states)
 
 
 class Given(NamedTuple):
@@ -170,21 +170,9 @@ class Call:
     lse: Tensor
     d_out: Tensor
     d_lse: Tensor | None
+    incoming: Incoming  # d_out and lse with room for the terms of queries, which one row fills and others read
     results: dict[str, Tensor | None]  # of all rows; for a bias of keys the sums over queries of which its gradient is made
-    term_forms: frozenset[str]  # in which the terms of queries are made
     given: Given
-
-    @cached_property
-    def incoming(self) -> Incoming:
-        """d_out and lse with room for the terms of queries, which one row fills and others read."""
-        forms = self.term_forms
-        return Incoming.without_terms(
-            self.d_out,
-            self.lse,
-            as_vectors=QUERY_TERMS in forms,
-            as_delta=DELTA in forms,
-            as_columns=TERM_COLUMNS in forms,
-        )
 
     @cached_property
     def spread_table(self) -> Any:
@@ -217,13 +205,12 @@ def backward(
         traits = traits._replace(features=traits.features | {PARTIAL})
     choices = choose_backward(traits)
     say_what_is_slow("backward", choices, traits)
-    if scans_itself(problem, out, choices):
+    makes_states = scans_itself(problem, out, choices)
+    if makes_states:
         unflattened = unflattened._replace(states=torch.empty_like(unflattened.states))  # those given are an argument, and not filled
-        _scan(unflattened)
         (problem,) = flattened(unflattened)
     bits = bits_for(problem, choices)
-    if bits is not None:
-        problem = _by_bits(problem._replace(states=None), bits)
+    _scan(unflattened, problem, bits, choices, makes_states)
     d_bias, order, len_k, sinks = gradients.bias, problem.order, problem.key.shape[2], problem.sinks
     problem = problem._replace(sinks=None)  # lse has them in it
     if order is not None:
@@ -247,11 +234,14 @@ def backward(
             if of_keys is not None:
                 of_keys.zero_()  # what the order does not name
     forms = TERM_FORMS & frozenset[str]().union(*(choice.makes for choice in choices))
-    call = Call(problem, order, sinks, out, lse, d_out, d_lse, results, forms, given)
-    incoming = call.incoming
+    incoming = Incoming.without_terms(d_out, lse, as_vectors=QUERY_TERMS in forms, as_delta=DELTA in forms, as_columns=TERM_COLUMNS in forms)
     results |= {QUERY_TERMS: incoming.terms, DELTA: incoming.delta, TERM_COLUMNS: incoming.term_columns}
+    call = Call(problem, order, sinks, out, lse, d_out, d_lse, incoming, results, given)
+    of_bits = call if bits is None else replace(call, problem=_by_bits(problem, bits))
     for choice in choices:
-        BACKWARD[choice.row.name](call, {name: x for name, x in results.items() if x is not None and name in choice.makes})
+        BACKWARD[choice.row.name](
+            of_bits if choice.row.by_bits else call, {name: x for name, x in results.items() if x is not None and name in choice.makes}
+        )
     if made_bias is not d_bias:
         copy_pairs(made_bias, d_bias)
     key_sums = results.get(D_BIAS_OF_KEYS)

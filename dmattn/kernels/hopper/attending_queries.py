@@ -59,7 +59,7 @@ def is_dead(rules, bounds, work):
 def describe_block(context, bounds, seq):
     """Store the bias columns of a block of keys: its (:class:`Keys`, :class:`Steps`)."""
     rules, col = context.rules, context.col
-    middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS)
+    middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS, KEYS_DOWN=True)
     if rules.bias_by_key is not None:
         store_bias_columns(context.bias_columns, rules, seq, col)
     attending = attending_of(rules, bounds, seq, col)

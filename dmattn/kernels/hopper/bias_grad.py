@@ -22,7 +22,8 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
-from ..portable.bias_grad import Sharing, tiles_of
+from ..portable.bias_grad import Sharing, states_by_pairs, tiles_of
+from ..visits.mask_blocks import ATTENDED, GRANULE, HIDDEN
 from .addressing import copyable
 from .copies import (
     PANEL,
@@ -44,7 +45,8 @@ from .copies import (
     tiled,
 )
 from .loaded_pairs import load_pairs
-from .registers import Hiding, capped, exponent_factor, load_vector, mask_of, ruled, up_to
+from .mask_words import words_of
+from .registers import Hiding, capped, exponent_factor, interval_of, load_vector, mask_of, ruled, up_to
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
 BLOCK_N = gl.constexpr(128)
@@ -114,7 +116,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         v=tiled(problem.value, block_n, PANEL.value),
         bias=tiled(copyable("bias", problem.bias), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, PANEL.value),
-        rules=rules_of(problem, packed_blocks=sharing.sequences(problem), by_words=True),
+        rules=rules_of(problem, states=states_by_pairs(problem), packed_blocks=sharing.sequences(problem), by_words=True),
         lse=lse,
         delta=delta,
         parts=strided(parts, bias_heads),
@@ -202,7 +204,17 @@ def _shared_gradient_kernel(
 @gluon.jit
 def _produce(q, k, d_out, v, context, rules, groups, config: gl.constexpr):
     """Copy each member's tiles to shared memory, as far ahead as there are free stages; q, k, d_out and v are tensor descriptors."""
-    if rules.ends is None:
+    if rules.states is not None or rules.first is not None:
+        step = 0
+        looked = _look(context, rules, context.begin, WARPS=1)
+        for member in range(context.begin, context.end):
+            live = _found(looked, context, rules)[0]
+            looked = _look(context, rules, member + 1, WARPS=1)
+            if live:
+                seq = member_of(None, context.seq, member, context.sharing_heads, context.spread)
+                _copy_member(q, k, d_out, v, context, seq, groups, step, config)
+                step += 1
+    elif rules.ends is None:
         for member in range(context.begin, context.end):
             seq = member_of(None, context.seq, member, context.sharing_heads, context.spread)
             _copy_member(q, k, d_out, v, context, seq, groups, member - context.begin, config)
@@ -228,6 +240,40 @@ def _has_tile(context, rules, seq):
     row, col = context.row, context.col
     seen = any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N)
     return (row < seq.len_q) & (col < seq.len_k) & seen
+
+
+@gluon.jit
+def _look(context, rules, member, WARPS: gl.constexpr):
+    """What says which pairs of the tile a member has, asked for a member ahead: states of a mask, or the intervals of keys.
+
+    All of it is in each of the WARPS that ask. Behind the last member it is that one's.
+    """
+    member = gl.minimum(member, context.end - 1)
+    seq = member_of(None, context.seq, gl.maximum(member, 0), context.sharing_heads, context.spread)
+    if rules.states is not None:
+        ACROSS: gl.constexpr = BLOCK_N // GRANULE
+        index = gl.arange(0, 2 * BLOCK_M // GRANULE * ACROSS, gl.BlockedLayout([1], [32], [WARPS], [0]))
+        row, col = context.row // GRANULE + index // ACROSS, context.col // GRANULE + index % ACROSS
+        pointers = slice_pointer(rules.states, seq) + row.to(gl.int64) * rules.states.row + col * rules.states.col
+        real = (row * GRANULE < seq.len_q) & (col * GRANULE < seq.len_k)
+        return (gl.load(pointers, mask=real, other=0).to(gl.int32),)
+    else:
+        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+        first = load_vector(rules.first, rules.first.row, seq, context.col, seq.len_k, 0, BLOCK_N, LAYOUT)
+        return first, load_vector(rules.last, rules.last.row, seq, context.col, seq.len_k, 0, BLOCK_N, LAYOUT)
+
+
+@gluon.jit
+def _found(looked, context, rules):
+    """(whether a mask or intervals leave a member a pair of the tile, whether they leave all), from what was looked at."""
+    if rules.states is not None:
+        return gl.max(looked[0] & ATTENDED, 0) != 0, gl.max(looked[0] & HIDDEN, 0) == 0
+    else:
+        first, last = looked
+        row = context.row
+        end = gl.minimum(row + 2 * BLOCK_M, context.seq.len_q)
+        live = gl.maximum(first, row) < gl.minimum(last, end)
+        return gl.max(live.to(gl.int32), 0) != 0, gl.min(((first <= row) & (last >= end)).to(gl.int32), 0) != 0
 
 
 @gluon.constexpr_function
@@ -282,6 +328,20 @@ def _consume(context, rules, lse, delta, parts, part_entry, LOADS: gl.constexpr,
                 total += _member(context, rules, lse, delta, own, row, step, which, config, EDGE=True)
                 step += 1
             member = _member_after(context, own, member)
+    elif rules.states is not None or rules.first is not None:
+        hides = any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N)
+        step = 0
+        looked = _look(context, rules, context.begin, WARPS=4)
+        for member in range(context.begin, context.end):
+            live, full = _found(looked, context, rules)
+            looked = _look(context, rules, member + 1, WARPS=4)
+            if live:
+                own = member_of(None, seq, member, context.sharing_heads, context.spread)
+                if hides | (not full):
+                    total += _member(context, rules, lse, delta, own, row, step, which, config, EDGE=True)
+                else:
+                    total += _member(context, rules, lse, delta, own, row, step, which, config, EDGE=False)
+                step += 1
     elif rules.mask is not None or any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
         for member in range(context.begin, context.end):
             own = member_of(None, seq, member, context.sharing_heads, context.spread)
@@ -320,7 +380,9 @@ def _member(context, rules, lse, delta, seq, row, step, which: gl.constexpr, con
     delta_rows = load_vector(delta, delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS)  # [BLOCK_M]
     rows = gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
-    kept = mask_of(rules, seq, rows, cols, row, context.col)
+    hiding = Hiding()
+    if EDGE:
+        hiding = _hiding(rules, seq, rows, cols, row, context.col, PAIRS)
     zero = gl.full([BLOCK_M, BLOCK_N], 0.0, gl.float32, PAIRS)
     s, d_p = zero, zero
     for i in gl.static_range(len(WIDTHS)):
@@ -335,7 +397,7 @@ def _member(context, rules, lse, delta, seq, row, step, which: gl.constexpr, con
             s = warpgroup_mma_wait(len(row_pieces), [s])
             mbarrier.arrive(barriers.free.index((turn + i - 1) % config.STAGES), count=1)
     bias = tiles.bias.index(which).reshape([BLOCK_M, BLOCK_N]).load(PAIRS)
-    s = ruled(capped(s, rules), bias, Hiding(kept), rules, seq, row + rows, context.col + cols, EDGE)
+    s = ruled(capped(s, rules), bias, hiding, rules, seq, row + rows, context.col + cols, EDGE)
     if rules.ends is not None:  # a bias past the last query may be NaN
         s = up_to(s, row + rows, seq.len_q - 1)
     p = gl.exp2(s * exponent_factor(rules) - divisor2(lse_rows)[:, None])
@@ -343,3 +405,14 @@ def _member(context, rules, lse, delta, seq, row, step, which: gl.constexpr, con
     for i in gl.static_range(EARLY, len(WIDTHS)):
         mbarrier.arrive(barriers.free.index((turn + i) % config.STAGES), count=1)
     return p * (d_p - delta_rows[:, None])
+
+
+@gluon.jit
+def _hiding(rules, seq, rows, cols, row, col, PAIRS: gl.constexpr):
+    """:class:`registers.Hiding` of a consumer's tile at a query and a key; `rows` and `cols` count from there."""
+    kept, words = mask_of(rules, seq, rows, cols, row, col), words_of(rules, seq, row, col, BLOCK_N, KEYS_DOWN=False)
+    if rules.first is None:
+        return Hiding(kept, words=words)
+    else:
+        middle2, length = interval_of(rules, seq, col, BLOCK_N, PAIRS, KEYS_DOWN=False)
+        return Hiding(kept, (2 * (row + rows)).to(gl.float32), middle2, length, words)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ...problem import Problem
 from ..base.described import typical_length
+from ..base.device import processors
 from .copies import PANEL, consumers_of, copied_dims
 from .walk import even_work
 
@@ -27,6 +28,9 @@ KEYS_OF_ONE_PADDED, SECTOR = 320, 32
 # NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: in place of three consumers of head dim 64, and
 # in place of two over it (docs/history.md).
 KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
+# NVIDIA H200, 2026-11-29: with head dims to 32 beside a copied bias of pairs two programs of two consumers, who share keys, are 2 to 3 % faster
+# than four of one. Beside a mask of keys they are slower, but for a bias that nobody shares from these keys on (docs/history.md).
+KEYS_BY_TWOS = 512
 # NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
 # (docs/history.md).
 KEYS_IN_TURN = 8192
@@ -47,6 +51,8 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
     Of head dims over 64 consumers have no registers for 128 keys of it.
     """
     width = max(copied_dims(dim), dim_v)
+    if _are_by_twos(problem, width, loaded):
+        return Sizes(2, KEYS // 2, STAGES + 1, 2)
     if _are_of_one(problem, width):
         stages = STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1
         return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
@@ -65,6 +71,16 @@ def are_in_turn(problem: Problem, consumers: int, have_one_block: bool) -> bool:
         return consumers == 3
     plain = even_work(problem) and problem.pair_bias is None and problem.first is None
     return have_one_block and plain and problem.key.shape[2] >= KEYS_IN_TURN
+
+
+def _are_by_twos(problem: Problem, width: int, loaded: bool) -> bool:
+    """Whether two programs of two consumers share a processor: of narrow heads beside a bias of pairs, where these fill the GPU."""
+    bias, (batch, heads, len_q) = problem.pair_bias, problem.query.shape[:3]
+    hides = (problem.left, problem.right, problem.first, problem.ends_q, problem.bits, problem.pair_mask) != (None,) * 6
+    if bias is None or loaded or width >= PANEL.value or hides:
+        return False
+    masked = problem.is_masked and (bias.shape[0] < batch or problem.key.shape[2] < KEYS_BY_TWOS)
+    return not masked and -(-len_q // 128) * batch * heads >= 2 * processors(problem.query.device)
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:

@@ -20,6 +20,7 @@ from .copies import pieces, product_under_way, stage_of
 from .distances import numbers_of_pairs
 from .forward_steps import BLOCK_M, open_steps, step_of
 from .loaded_pairs import load_pairs, pairs_of_words, words_of_pairs
+from .mask_words import words_of
 from .registers import (
     Hiding,
     all_within,
@@ -33,7 +34,6 @@ from .registers import (
     rounded_pairs,
     ruled,
     widened,
-    words_of,
 )
 from .walk import bias_columns_of, intervals_of, listed_key
 

@@ -30,7 +30,8 @@ from .copies import (
 from .distances import numbers_of_pairs
 from .key_results import leave_d_scores
 from .loaded_pairs import load_pairs
-from .registers import Hiding, capped, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, up_to, words_of
+from .mask_words import turned, words_of
+from .registers import Hiding, capped, exponent_factor, lane_sums, load_vector, looked_at, mask_of, ruled, up_to
 from .term_tiles import are_columns, term_of
 
 BLOCK_N = gl.constexpr(64)  # keys of a consumer
@@ -242,7 +243,9 @@ def add_tile(context, seq, keys, sums, turn, start, config: gl.constexpr, EDGE: 
             d_p = warpgroup_mma(ones.d_p, term_columns, d_p, is_async=True)
     if OF_SCORES:
         if EDGE and MASK_OF_PAIRS:
-            kept = _mask_of_pairs(context, seq, turn, rows, cols, start)
+            kept = _keys_down(tiles.mask, turn)
+        if EDGE:
+            words = turned(rules, words)
         divisor_rows = term_of(tiles.terms, 2 * turn.stage)  # [1, BLOCK_M]
         s = warpgroup_mma_wait(FOR_D_P if OF_D_SCORES else 0, [s])  # dP, and what is added to it, go on
         tanh = capped(s, rules)
@@ -261,15 +264,6 @@ def _keys_down(tiles, turn):
     """A turn's tile of pairs in shared memory, [BLOCK_M, BLOCK_N], in registers, keys down."""
     BLOCK_M: gl.constexpr = tiles.shape[3]
     return tiles.index(turn.pairs).reshape([BLOCK_M, BLOCK_N]).permute((1, 0)).load(product_layout(BLOCK_M))
-
-
-@gluon.jit
-def _mask_of_pairs(context, seq, turn, rows, cols, start):
-    """The mask of one tile at an edge, keys down, [BLOCK_N, BLOCK_M]."""
-    if context.tiles.mask is None:
-        return load_pairs(context.rules.mask, seq, rows, cols, start, context.col, EDGE=True).to(gl.int8)
-    else:
-        return _keys_down(context.tiles.mask, turn)
 
 
 @gluon.jit

@@ -14,19 +14,8 @@ from ..base.whole import multiple
 from .copies import column_pieces, first_of, pieces, product_layout, product_under_way, stage_of, waited, widths_of
 from .distances import numbers_of_pairs
 from .loaded_pairs import load_pairs
-from .registers import (
-    Hiding,
-    as_factor,
-    bias_vector,
-    capped,
-    exponent_factor,
-    lane_sums,
-    load_vector,
-    mask_of,
-    rounded_pairs,
-    ruled,
-    words_of,
-)
+from .mask_words import words_of
+from .registers import Hiding, as_factor, bias_vector, capped, exponent_factor, lane_sums, load_vector, mask_of, rounded_pairs, ruled
 from .walk import bias_columns_of, intervals_of, listed_key
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer

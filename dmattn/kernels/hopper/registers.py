@@ -6,10 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..base.layout import slice_pointer
-from ..base.rules import BLOCK, LOG2E, WORD, bits_pointer
+from ..base.rules import LOG2E
 from ..base.whole import multiple
 from ..base.window import first_key, last_key
 from ..visits.intervals import middle_and_length
+from .mask_words import kept_by_bits
 
 
 class Hiding(NamedTuple):
@@ -19,7 +20,7 @@ class Hiding(NamedTuple):
     rows2: Any = 0  # twice the places of queries, float32; as the next two, where keys have intervals
     middle2: Any = 0  # twice the middle of a key's interval (`interval_of`)
     length: Any = 0  # and its length
-    words: Any = 0  # bits of a block mask (`words_of`)
+    words: Any = 0  # bits of a mask of pairs or a block mask (`words_of`)
 
 
 @gluon.jit
@@ -54,9 +55,9 @@ def bias_vector(rules, seq, row, BLOCK_M: gl.constexpr, PAIRS: gl.constexpr):
 
 @gluon.jit
 def mask_of(rules, seq, rows, cols, row, col):
-    """Which pairs the mask keeps of a tile at a query and a key, not 0 where kept; 1 without one.
+    """Which pairs a mask of keys, queries or heads keeps of a tile at a query and a key, not 0 where kept; 1 without one.
 
-    `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands.
+    One of pairs is read by bits (:func:`words_of`). `rows` and `cols` count from there, and broadcast to the tile, whichever way it stands.
     """
     if rules.mask is None:
         return 1
@@ -66,10 +67,8 @@ def mask_of(rules, seq, rows, cols, row, col):
             pointers += gl.cast(row, gl.int64) * rules.mask.row
         if rules.mask_cols is not None:
             pointers += gl.cast(col, gl.int64) * rules.mask.col
-        if rules.mask_rows is not None and rules.mask_cols is not None:
-            inside = (rows < seq.len_q - row) & (cols < seq.len_k - col)
-            return gl.load(pointers + (rows * rules.mask.row + cols * rules.mask.col), mask=inside, other=0).to(gl.int8)
-        elif rules.mask_rows is not None:
+        gl.static_assert(rules.mask_rows is None or rules.mask_cols is None)
+        if rules.mask_rows is not None:
             return gl.load(pointers + rows * rules.mask.row, mask=rows < seq.len_q - row, other=0).to(gl.int8)
         elif rules.mask_cols is not None:
             return gl.load(pointers + cols * rules.mask.col, mask=cols < seq.len_k - col, other=0).to(gl.int8)
@@ -78,63 +77,13 @@ def mask_of(rules, seq, rows, cols, row, col):
 
 
 @gluon.jit
-def words_of(rules, seq, row, col, LENGTH: gl.constexpr, KEYS_DOWN: gl.constexpr, partial=1):
-    """The bits of a block mask for a consumer's tile at a query and a key, LENGTH pairs across: [64, LENGTH / WORD]; 0 without one.
-
-    Where there are lists, and among a block's visits none that are `partial`, none of its bits is 0, and nothing waits for them.
-    """
-    if rules.bits is None:
-        return 0
-    else:
-        WORDS: gl.constexpr = LENGTH // WORD
-        LAYOUT: gl.constexpr = gl.SliceLayout(2, _by_bits(WORDS))
-        down = (col if KEYS_DOWN else row) % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        across = (row if KEYS_DOWN else col) % BLOCK // LENGTH * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
-        words = gl.full([64, WORDS], -1, gl.int32, LAYOUT)
-        if rules.lists is None or partial != 0:
-            words = gl.load(bits_pointer(rules, seq, row, col, KEYS_DOWN) + (down * (BLOCK // WORD))[:, None] + across[None, :])
-        return words
-
-
-@gluon.jit
-def _kept_by_bits(s, words):
-    """Scores of a tile, -inf where a bit is 0. In PTX for the reason of :func:`_in_interval`.
-
-    What differs by lane is shifted out of the words, so that the bits of a lane have constants in its registers' places.
-    """
-    PAIRS: gl.constexpr = s.type.layout
-    LAYOUT: gl.constexpr = _by_bits(words.shape[1])
-    CODE: gl.constexpr = """{
-        .reg .b32 bit;
-        .reg .pred kept;
-        and.b32 bit, $2, $3;
-        setp.ne.b32 kept, bit, 0;
-        selp.f32 $0, $1, 0fff800000, kept;
-    }"""
-    bit = gl.arange(0, WORD, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))).expand_dims(0).expand_dims(1)  # [1, 1, WORD]
-    words = words.expand_dims(2) >> (bit & 6)  # [64, words, WORD]
-    chosen = gl.full([1, 1, WORD], 1, gl.int32, LAYOUT) << (bit & ~6)
-    words, chosen = gl.broadcast(words, chosen)
-    words, chosen = (gl.convert_layout(words.reshape(s.shape), PAIRS), gl.convert_layout(chosen.reshape(s.shape), PAIRS))
-    return gl.inline_asm_elementwise(CODE, "=f,f,r,r", [s, words, chosen], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.constexpr_function
-def _by_bits(words):
-    """The layout in registers of a consumer's products of 64 rows, [64, words, WORD]."""
-    side_by_side = [[0, 1 << bit, 0] for bit in range(4) if 1 << bit < words]  # words of a row are loaded at once
-    registers = [[0, 0, 1], *side_by_side, [8, 0, 0], [0, 0, 8], [0, 0, 16]]
-    lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, [[16, 0, 0], [32, 0, 0]], [], [64, words, 32])
-
-
-@gluon.jit
-def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr):
-    """(twice the middle, length) of the interval of queries of each key of a tile, keys down. A key past the end has none."""
-    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS))
-    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(1, PAIRS))
+def interval_of(rules, seq, col, BLOCK_N: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr):
+    """(twice the middle, length) of the interval of queries of each key of a tile. A key past the end has none."""
+    AXIS: gl.constexpr = 1 if KEYS_DOWN else 0
+    first = load_vector(rules.first, rules.first.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(AXIS, PAIRS))
+    last = load_vector(rules.last, rules.last.row, seq, col, seq.len_k, 0, BLOCK_N, gl.SliceLayout(AXIS, PAIRS))
     middle2, length = middle_and_length(first, last, seq.len_q)
-    return middle2[:, None], length[:, None]
+    return middle2.expand_dims(AXIS), length.expand_dims(AXIS)
 
 
 @gluon.jit
@@ -213,7 +162,7 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
         if rules.mask is not None:
             s = gl.where(hiding.kept != 0, s, float("-inf"))
         if rules.bits is not None:
-            s = _kept_by_bits(s, hiding.words)
+            s = kept_by_bits(s, hiding.words)
         if rules.first is not None:
             s = _in_interval(s, hiding.rows2, hiding.middle2, hiding.length)
         # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.

@@ -130,6 +130,11 @@ def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
     return Sharing.of(d_bias, problem, tiles, PROGRAMS_PER_PROCESSOR).evened(problem, d_bias, tiles)
 
 
+def states_by_pairs(problem: Problem) -> Tensor | None:
+    """The states of a mask that differs among queries, by which members without a pair of a tile are left out; else None."""
+    return problem.states if problem.is_masked and (problem.bits is not None or problem.mask.shape[2] > 1) else None
+
+
 def tiles_of(d_bias: Tensor, block_m: int, block_n: int) -> int:
     """How many tiles of so many queries and keys a gradient has."""
     bias_batch, bias_heads, len_q, len_k = d_bias.shape
@@ -142,11 +147,10 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     tile, sharing = pick("bias", problem), sharing_of(problem, d_bias)
     parts, programs = empty_parts(d_bias, sharing.splits), tiles_of(d_bias, *tile[:2]) * sharing.splits
     tile = tile._replace(registers=_registers(problem, tile, programs))
-    by_pairs = problem.is_masked and (problem.bits is not None or problem.mask.shape[2] > 1)
     launch(
         _shared_gradient_kernel,
         programs,
-        rules=rules_of(problem, states=problem.states if by_pairs else None, packed_blocks=sharing.sequences(problem)),
+        rules=rules_of(problem, states=states_by_pairs(problem), packed_blocks=sharing.sequences(problem)),
         incoming=incoming.strided(heads),
         parts=strided(parts, bias_heads),
         sharing=sharing.argument,

@@ -70,12 +70,13 @@ def _lies_by_rows(mask: Tensor) -> bool:
 
 def empty_bits(mask: Any) -> Tensor | None:
     """Room for the bits of a mask of pairs, int32 (own entries, H or Hk or 1, blocks of queries, blocks of keys), which has of each block the
-    number where its BLOCK rows of BLOCK // WORD words begin. None if the mask does not lie by rows, or no single stride walks its entries.
+    number where its BLOCK rows of BLOCK // WORD words begin. None if no single stride walks the entries of the mask.
 
     They take an eighth of the memory of the mask, of whole blocks. Those of an expanded mask are there once.
     """
-    if (isinstance(mask, Nested) and mask.places is not None) or not _lies_by_rows(mask := by_entry(mask)):
+    if isinstance(mask, Nested) and mask.places is not None:
         return None
+    mask = by_entry(mask)
     entries, heads = slices_of(mask)
     rows, cols = mask.shape[2:]
     down, across, size = triton.cdiv(rows, BLOCK.value), triton.cdiv(cols, BLOCK.value), BLOCK.value * BLOCK.value // WORD.value

@@ -106,7 +106,7 @@ def functions_by_key(
         case, files, language, change, Sequence=Sequence, _probabilities=probabilities, store_d_bias=store_d_bias, store_tile=store_tile,
         store_vector=store_vector, is_descriptor=lambda kind: True, place_keys=lambda *given: (language.program, 0, 0),
         numbers_of=lambda *given: 1, part_of_group=lambda number, group, dealt: (0, 0, group), under_part=lambda t, seq, dealt: seq,
-        interval_of=lambda *given: (Anything(), Anything()),
+        interval_of=lambda *given, **how: (Anything(), Anything()),
         slice_pointer=lambda bounds, seq: seq.head * bounds.head,
         allocate_columns=lambda rows, count: tuple(Place() for _ in range(count)),
         store_bias_columns=lambda place, rules, seq, col: place.store((seq.head, col)),

@@ -83,7 +83,7 @@ def test_numbers_are_copied_there_and_back(shape: tuple[int, ...], how: str) -> 
         ((2,), 12, (401, 401), 64, (2, 1), dict(causal=True)),
         ((9,), 4, (333, 517), 80, (1, 4), dict(softcap=20.0)),
         ((2, 24), 2, (333, 333), 32, (2, 1, 2), {}),
-        ((3,), 4, (393, 393), 192, (1, 4), dict(window=(200, 180))),
+        ((4,), 4, (393, 393), 192, (1, 4), dict(window=(200, 180))),
         ((12,), 4, (393, 393), 64, (1, 4), dict(mask="documents")),
         ((8,), 8, (333, 333), 128, (1, 8), dict(mask="pairs")),
         ((8,), 8, (333, 333), 128, (1, 8), dict(mask="blocks")),

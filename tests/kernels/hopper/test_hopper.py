@@ -87,17 +87,23 @@ def test_takes_wide_heads_but_for_d_query_and_a_shared_bias_at_once(head_dim: in
     assert not serves("Hopper: d_query, d_bias", one, out)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bias", [None, tensor(1, 4, LENGTH, LENGTH)], ids=["plain", "bias"])
-@pytest.mark.parametrize(
-    "mask", [torch.ones(LENGTH, LENGTH, dtype=torch.bool), torch.ones(2, 1, 1, LENGTH, dtype=torch.bool)], ids=["pairs", "keys"]
-)
-def test_takes_masks_but_of_pairs_for_a_shared_bias(mask: Tensor, bias: Tensor | None) -> None:
-    one = problem(mask=mask, bias=bias)
+@pytest.mark.parametrize("kind", ["pairs", "odd rows", "keys"])
+def test_takes_masks(kind: str, bias: Tensor | None, head_dim: int) -> None:
+    """But narrow heads for dQ under a mask of pairs that the copy engine reads, and for dBias under one of keys."""
+    masks = {
+        "pairs": torch.ones(LENGTH, LENGTH, dtype=torch.bool),
+        "odd rows": torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH],
+        "keys": torch.ones(2, 1, 1, LENGTH, dtype=torch.bool),
+    }
+    one = problem(mask=masks[kind], bias=bias, head_dim=head_dim)
     assert serves("Hopper", one)
-    assert serves("Hopper: d_query", one)
-    assert serves("Hopper: d_key, d_value", one)
+    assert serves("Hopper: d_query", one) == (head_dim > 64 or bias is not None)
+    assert serves("Hopper: d_key, d_value", one) == (kind != "odd rows")
+    assert serves("Hopper: d_key, d_value, pairs loaded", one)
     assert not serves("Hopper: d_key, d_value by intervals", one)
-    assert serves("Hopper: d_bias", one) == (one.mask.shape[2] == 1)
+    assert serves("Hopper: d_bias", one) == (kind != "keys" or head_dim > 64)
 
 
 @pytest.mark.parametrize(
@@ -119,20 +125,15 @@ def test_a_bias_that_the_copy_engine_cannot_address_is_loaded_but_under_interval
         assert not serves(f"{row}, pairs loaded", within)
 
 
-def test_takes_intervals_but_for_a_shared_bias() -> None:
+def test_takes_intervals() -> None:
     one = problem(mask=IntervalMask.causal(LENGTH, LENGTH))
     assert serves("Hopper", one)
     assert serves("Hopper: d_query", one)
     assert serves("Hopper: d_key, d_value by intervals", one)
     assert not serves("Hopper: d_key, d_value", one)
-    assert not serves("Hopper: d_bias", one)
-
-
-def test_a_mask_that_the_copy_engine_cannot_address_is_loaded_where_it_stands_keys_down() -> None:
-    one = problem(mask=torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH])
-    assert serves("Hopper", one)
-    assert not serves("Hopper: d_key, d_value", one)
-    assert serves("Hopper: d_key, d_value, pairs loaded", one)
+    for head_dim in (64, 128):
+        other = problem(mask=IntervalMask.causal(LENGTH, LENGTH), bias=tensor(1, 4, LENGTH, LENGTH), head_dim=head_dim)
+        assert serves("Hopper: d_bias", other) == (head_dim > 64)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +180,9 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     for other in (one, long, long._replace(right=0), long._replace(right=0, left=100)):
         assert serves("Hopper", other)
     assert serves("Hopper", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
-    assert not serves("Hopper: d_query", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
+    for pitch in (304, 300):  # rows that the copy engine reads for dK and dV, and others
+        masked = problem(head_dim=64, length=300, mask=torch.ones(300, pitch, dtype=torch.bool)[:, :300])
+        assert serves("Hopper: d_query", masked) == (pitch == 300)
     for length, window, served in ((256, None, False), (257, None, True), (2048, 255, False), (2048, 256, True)):
         other = problem(head_dim=64, length=length)
         assert serves("Hopper: d_query", other if window is None else other._replace(right=0, left=window)) == served
@@ -312,7 +315,8 @@ def test_tiles_of_packed_sequences_follow_their_lengths(
         (4096, 64, {"causal": True}, (3, 128, 2, 1)),
         (4096, 64, {"causal": True, "window": (1023, 0)}, (1, 64, 3, 3)),
         (4096, 64, {"bias": (1, 4, 4096, 4096)}, (1, 64, 2, 3)),
-        (1024, 32, {"bias": (1, 4, 1024, 1024)}, (1, 64, 3, 4)),
+        (4096, 32, {"bias": (1, 4, 4096, 4096)}, (2, 64, 3, 2)),
+        (4096, 32, {"bias": (1, 4, 4096, 4096), "causal": True}, (1, 64, 3, 4)),
         (4096, 32, {}, (3, 64, 4, 1)),
         (512, 128, {}, (1, 64, 2, 2)),
         (1024, 128, {}, (2, 128, 2, 1)),

@@ -156,8 +156,8 @@ def test_a_mask_that_many_read_comes_by_bits(case: Case, device: str, monkeypatc
     assert all(scanned)
 
 
-def test_a_mask_stays_where_another_row_reads_it_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of the gradient of a table of distances does."""
+def test_a_mask_comes_by_bits_and_by_bytes_where_rows_read_it_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of the gradient of a table of distances reads bytes."""
     case = Case("table", 29, batch=3, heads=8, head_dim=32, bias="1hr", distances=33, mask="b1qk", keep="random")
     monkeypatch.setattr(run, "PAIRS_OF_BITS", 0)
     monkeypatch.setattr(run, "READERS_OF_BITS", 2)
@@ -165,7 +165,8 @@ def test_a_mask_stays_where_another_row_reads_it_by_bytes(monkeypatch: pytest.Mo
     rows = {row.name: row for row in (*dispatch.FORWARD, *dispatch.BACKWARD)}
     one, table = (dispatch.Choice(rows[name], frozenset(), (), None) for name in ("one tile", "portable: d_bias of distances"))
     assert run.bits_for(problem, (one,)) is not None
-    assert run.bits_for(problem, (one, table)) is None
+    assert run.bits_for(problem, (one, table)) is not None
+    assert run.bits_for(problem, (table,)) is None
     if interpreting():
         replay.forget()
         assert [verdict for verdict in check(case, torch.float16, "cpu") if not verdict.passed] == []
