@@ -93,6 +93,7 @@ def test_rows_are_many_and_of_every_kind(scripts):
         "sinks",
         "value_dim",
         "kept_blocks",
+        "mask",
         "inference",
     ):
         assert sum(particular in row.particular for row in rows) >= 1, particular

@@ -12,6 +12,7 @@ from .. import IntervalMask, RelativeBias
 from .distributions import NORMAL, distribute
 
 BLOCK = 128  # of the block mask
+KEPT = 0.7  # of all pairs, by a `mask`
 PASSES = ("forward", "backward")
 AXES = {"b": "B", "h": "H", "g": "Hk", "q": "Sq", "k": "Sk", "1": "1"}  # of a bias, by letter
 
@@ -27,8 +28,9 @@ class Workload:
     and of the key.
 
     A query sees `window` keys, its own the last, or without `causal` half of them on either side; None is all. With `sinks` there are scores
-    (H,) in the place of a bias. `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps; where it is `prepared`, ours gets it as
-    a BlockMask. `longformer` is (keys that a query sees on either side, global tokens, with which a row begins). `padded` is a bool mask
+    (H,) in the place of a bias. `mask` is letters for the axes of a bool mask that keeps seven tenths of all pairs at random.
+    `kept_blocks` is the share of 128 x 128 blocks that a bool mask keeps; where it is `prepared`, ours gets it as a BlockMask.
+    `longformer` is (keys that a query sees on either side, global tokens, with which a row begins). `padded` is a bool mask
     (B, 1, 1, Sk) of rows whose lengths lie between half of the keys and all; `documents` is how many a row of the batch is packed of. Ours gets
     them as intervals, or where they are `packed`, in a batch of 1, as the sequences of `attention_varlen`.
 
@@ -51,6 +53,7 @@ class Workload:
     causal: bool = False
     window: int | None = None
     sinks: bool = False
+    mask: str | None = None
     kept_blocks: float | None = None
     prepared: bool = False
     longformer: tuple[int, int] | None = None
@@ -119,6 +122,8 @@ class Workload:
             said.append(f"{'causal ' if self.causal else ''}window of {self.window} keys")
         elif self.causal:
             said.append("causal")
+        if self.mask is not None:
+            said.append(f"bool mask ({', '.join(AXES[letter] for letter in self.mask)})")
         if self.kept_blocks is not None:
             said.append(f"{'BlockMask' if self.prepared else 'bool mask'}, {self.kept_blocks:.0%} kept")
         if self.longformer is not None:
@@ -152,7 +157,7 @@ class Workload:
         return f"{self.batch}, {self.heads}/{self.kv_heads}, {self.len_q} x {self.len_k}, {dims}"
 
     def flops(self, backward: bool) -> float:
-        """Of the matrix products; causal counts half, a window, documents and a mask their share, padding all, backward 2.5 times forward."""
+        """Of the matrix products; causal counts half, windows, documents and blocks their share, other masks all, backward 2.5 times."""
         pairs = self.len_q * self.len_k * (0.5 if self.causal and self.len_q > 1 else 1.0)
         if self.window is not None:
             pairs = float(self.len_q * min(self.window, self.len_k))
@@ -229,12 +234,18 @@ class Workload:
         return window | IntervalMask.global_tokens(torch.arange(self.len_k, device=device) < tokens)
 
     def _mask(self, random: torch.Generator, device: torch.device) -> Tensor | IntervalMask | None:
-        """(1, H, Sq, Sk): whole blocks, at least the one on the diagonal for each row of blocks; or keys (B, 1, 1, Sk); or intervals."""
+        """(1, H, Sq, Sk): whole blocks, at least the one on the diagonal for each row of blocks. Or pairs, at least each query's first key; or
+        keys (B, 1, 1, Sk); or intervals.
+        """
         if self.longformer is not None or self.documents is not None:
             return self._intervals(device)
         if self.padded:
             lengths = torch.randint((self.len_k + 1) // 2, self.len_k + 1, (self.batch, 1, 1, 1), generator=random, device=device)
             return torch.arange(self.len_k, device=device) < lengths
+        if self.mask is not None:
+            pairs = torch.rand([self.sizes[axis] for axis in self.mask], generator=random, device=device) < KEPT
+            pairs[..., 0] = True
+            return pairs
         if self.kept_blocks is None:
             return None
         rows, cols = self.len_q // BLOCK, self.len_k // BLOCK
