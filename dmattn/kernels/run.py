@@ -135,19 +135,25 @@ def scans_itself(problem: Problem, out: Any, choices: tuple[Choice, ...]) -> boo
 
 
 def _scan(given: Problem, problem: Problem, bits: Tensor | None, choices: tuple[Choice, ...], with_states: bool) -> None:
-    """Fill the bits of a problem's mask, if there is room for them, or its states, or both; `problem` is what was `given`, flattened.
-
-    Bits of a block without a pair are left as they are where all who read bits look for blocks, as Hopper's kernels do where keys make several
-    tiles, of 64 or 128, and a list has room for all of them.
-    """
+    """Fill the bits of a problem's mask, if there is room for them, or its states, or both; `problem` is what was `given`, flattened."""
     if bits is not None:
-        len_k = problem.key.shape[2]
-        looks = all(choice.row.looks_for_blocks for choice in choices if choice.row.by_bits)
-        by_lists = looks and len_k > BLOCK.value and triton.cdiv(len_k, BLOCK.value // 2) <= LISTED.value
-        scan(by_entry(problem.mask), by_entry(problem.states) if with_states else None, bits, by_lists)
+        scan(by_entry(problem.mask), by_entry(problem.states) if with_states else None, bits, _go_by_lists(problem, choices))
     elif with_states:
         for mask, states in in_parts(given.mask, given.states):
             scan(mask, states)
+
+
+def _go_by_lists(problem: Problem, choices: tuple[Choice, ...]) -> bool:
+    """Whether all of these rows that read bits read none of a block without a pair.
+
+    They do not if they look for blocks. Hopper's kernels go by lists then, where what they walk makes several tiles and a list has room for all,
+    of 64 or 128 keys, and for dK and dV also of 32 or 64 queries.
+    """
+    readers = [choice for choice in choices if choice.row.by_bits]
+    walks_queries = any(not choice.makes.isdisjoint({D_KEY, D_VALUE}) for choice in readers)
+    walked = [(problem.key.shape[2], 64), *([(problem.query.shape[2], 32)] if walks_queries else [])]
+    has_lists = all(length > BLOCK.value and triton.cdiv(length, least) <= LISTED.value for length, least in walked)
+    return has_lists and all(choice.row.looks_for_blocks for choice in readers)
 
 
 class Given(NamedTuple):
