@@ -146,8 +146,8 @@ def _scan(given: Problem, problem: Problem, bits: Tensor | None, choices: tuple[
 def _go_by_lists(problem: Problem, choices: tuple[Choice, ...]) -> bool:
     """Whether all of these rows that read bits read none of a block without a pair.
 
-    They do not if they look for blocks. Hopper's kernels go by lists then, where what they walk makes several tiles and a list has room for all,
-    of 64 or 128 keys, and for dK and dV also of 32 or 64 queries.
+    They do not if they look for blocks. Hopper's kernels go by lists then, where what they walk makes several tiles, of 64 or 128 keys, and for
+    dK and dV also of 32 or 64 queries, and a list has room for all.
     """
     readers = [choice for choice in choices if choice.row.by_bits]
     walks_queries = any(not choice.makes.isdisjoint({D_KEY, D_VALUE}) for choice in readers)
