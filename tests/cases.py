@@ -443,7 +443,7 @@ HOPPER = (
     Case("hopper-mask-of-pairs-no-pair-shared-bias-393x520", 393, 520, batch=5, heads=2, head_dim=64, mask="1hqk", keep="nothing", bias="1hqk", reason="no member has a pair"),
     Case("hopper-blocked-mask-shared-bias-softcap-521x650", 521, 650, batch=5, heads=3, head_dim=80, mask="bhqk", keep="blocks", blocked=True, bias="11qk", padded=True, softcap=6.0, reason="dBias of a block mask, odd ends, a bias of all"),
     Case("hopper-mask-of-pairs-shared-bias-loaded-393x525", 393, 525, batch=5, heads=2, head_dim=128, mask="1hqk", keep="random", bias="1hqk", reason="bits beside a bias that is loaded"),
-    Case("hopper-documents-shared-bias-700x704", 700, 704, batch=5, heads=4, kv_heads=2, head_dim=128, intervals="random", bias="1hqk", causal=True, reason="dBias by intervals of each batch entry, causal"),
+    Case("hopper-documents-shared-bias-700x704", 700, 704, batch=5, heads=4, kv_heads=2, head_dim=128, intervals="random", bias="1hqk", reason="dBias by intervals of each batch entry"),
     Case("hopper-documents-shared-bias-head-dim-64-1304", 1304, batch=9, heads=2, head_dim=64, intervals="documents", bias="1hqk", window=(900, 300), reason="members whose documents hide tiles, and tiles within a document"),
     Case("hopper-intervals-by-head-shared-bias-393x520", 393, 520, batch=3, heads=4, kv_heads=2, head_dim=96, intervals="random-per-head", bias="1gqk", reason="intervals of each query head"),
     Case("hopper-blocked-mask-key-bias-520x776", 520, 776, heads=2, head_dim=100, mask="1hqk", keep="topk", blocked=True, bias="b11k", reason="bias columns beside bits"),

@@ -220,6 +220,7 @@ PACKED = (  # as many sequences as the batch has entries, none longer than the l
     (Case("packed-dense-bias-softcap-d64", 1000, batch=8, heads=16, head_dim=64, bias="bhqk", softcap=30.0, bias_dtype=FP32), BF16),
     (Case("packed-shared-bias-mask-gqa-d128", 2048, batch=8, heads=16, kv_heads=4, head_dim=128, bias="1hqk", mask="bhqk"), BF16),
     (Case("packed-shared-bias-d64", 2048, batch=8, heads=16, head_dim=64, bias="1hqk"), BF16),
+    (Case("packed-shared-bias-query-mask-d64", 2048, batch=8, heads=16, head_dim=64, bias="1hqk", mask="b1q1"), BF16),
     (Case("packed-mask-key-bias-window-d128", 2048, batch=8, heads=16, head_dim=128, mask="b1qk", bias="bh1k", window=(512, 0)), FP16),
     (Case("packed-shared-bias-dropout-d64", 1024, batch=16, heads=16, head_dim=64, bias="1hqk", dropout_p=0.1), BF16),
     (Case("packed-distances-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hr", distances=257), BF16),

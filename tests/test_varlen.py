@@ -86,6 +86,7 @@ CASES = (
     Case("softcap-wide-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(140, 0, 90), head_dim=160, options=dict(causal=True, softcap=2.0), reason="head dims of three pieces on Hopper"),
     Case("shared-pair-bias-of-wide-heads-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(136, 0, 90), head_dim=160, value_dim=192, bias="1hqk", options=CAUSAL, reason="dBias of sequences in turns, in panels"),
     Case("softcap-shared-pair-bias-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(140, 0, 90), head_dim=128, bias="1hqk", options=dict(softcap=2.0), reason="dBias of sequences in turns"),
+    Case("query-mask-shared-pair-bias-longer-than-a-tile", lengths_q=(150, 3, 270, 0, 200), lengths_k=(140, 0, 300, 20, 90), head_dim=128, mask="n1q1", bias="1hqk", reason="dBias of sequences in turns, whose queries a mask hides"),
     Case("softcap-pair-bias-longer-than-a-tile", lengths_q=(40, 40), lengths_k=(40, 66), bias="nhqk", mask="n1q1", options=dict(softcap=2.0), reason="dS is not what d_query is a product of"),
 )  # fmt: skip
 IN_THE_INTERPRETER = ("causal-window-softcap", "no-keys", "key-bias-shared", "query-bias-shared-key-mask", "table", "table-of-each", "table-one-tensor-of-lengths", "table-query-mask-one-tensor-of-lengths", "table-of-long-sequences", "longer-than-a-tile", "exactly-the-longest", "uneven", "uneven-table-key-mask", "few-queries-many-keys")  # fmt: skip

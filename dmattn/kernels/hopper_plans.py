@@ -9,7 +9,7 @@ import triton
 
 from .base.rules import MOST_SOFTCAP
 from .base.tiles import block_dim
-from .features import INTERVALS, MASKS, PACKED, PAIR_BIAS, PAIRWISE, named_feature
+from .features import INTERVALS, MASKS, PACKED, PAIR_BIAS, PAIRWISE, WINDOW, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.addressing import UNIT
 from .hopper.copies import consumers_of
@@ -88,7 +88,7 @@ def on_hopper(traits: Traits, dims: tuple[int, ...], *copied: str, loads_pairs: 
     """What any kernel for Hopper asks: 16-bit tensors that the copy engine addresses, those in `copied` too, and a positive scale.
 
     A larger product is a larger score then, and the scale leaves room to say a bias in units of the products. A kernel that `loads_pairs` does
-    so where the copy engine does not address a bias or mask of them.
+    so where the copy engine does not address a bias, and reads a mask of pairs by bits.
     """
     if not traits.gluon:
         yield "needs Triton 3.6 or later"
@@ -248,7 +248,7 @@ def query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         if _window(traits) < _MANY_KEYS:
             yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
         if "mask of pairs" in traits.features and "mask" not in dict(traits.uncopyable) and "bias of distances" not in traits.features:
-            yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) that the copy engine reads for d_key to the portable kernel, which is as fast"
+            yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) that the copy engine can read to the portable kernel, which is as fast"
     if are_narrowest(traits):
         yield narrowest(traits, loads_pairs)
     yield on_hopper(traits, DIMS, "d_out", "out", loads_pairs=loads_pairs)
@@ -276,4 +276,6 @@ def shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) and an IntervalMask to the portable kernel, which is faster"
     if traits.features >= PACKED and not traits.features.isdisjoint(PAIRWISE):
         yield "serves no mask (..., Sq, Sk) of packed sequences"
+    if "intervals" in traits.features and traits.features >= WINDOW:
+        yield "leaves an IntervalMask beside causal or a window to the portable kernel, as registers for all three are too few"
     yield on_hopper(traits, (64, 128, 256), "d_out", loads_pairs=loads_pairs)

@@ -165,7 +165,7 @@ def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         stores=stores,
     )
     if sizes is None:
-        named = [name for name in sorted(traits.features) if name.endswith("of pairs")]
+        named = [name for name in sorted(traits.features) if name.endswith("of pairs") and not (loads_pairs and name.startswith("mask"))]
         beside = f" beside {' and '.join(named)}" if named else ""
         yield f"has no room on chip for {traits.len_q} queries with head dims {dims_of(traits)}{beside}"
     sequences = traits.batch * traits.heads

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -150,7 +150,7 @@ def _go_by_lists(problem: Problem, choices: tuple[Choice, ...]) -> bool:
     dK and dV also of 32 or 64 queries, and a list has room for all.
     """
     readers = [choice for choice in choices if choice.row.by_bits]
-    walks_queries = any(not choice.makes.isdisjoint({D_KEY, D_VALUE}) for choice in readers)
+    walks_queries = any(not choice.row.makes.isdisjoint({D_KEY, D_VALUE}) for choice in readers)
     walked = [(problem.key.shape[2], 64), *([(problem.query.shape[2], 32)] if walks_queries else [])]
     has_lists = all(length > BLOCK.value and triton.cdiv(length, least) <= LISTED.value for length, least in walked)
     return has_lists and all(choice.row.looks_for_blocks for choice in readers)
@@ -179,11 +179,7 @@ class Call:
     incoming: Incoming  # d_out and lse with room for the terms of queries, which one row fills and others read
     results: dict[str, Tensor | None]  # of all rows; for a bias of keys the sums over queries of which its gradient is made
     given: Given
-
-    @cached_property
-    def spread_table(self) -> Any:
-        """The table of distances as Hopper's kernels read it, which the first of them makes; None without one."""
-        return spread_table(self.problem)
+    spread_table: Callable[[], Any]  # gives the table of distances as Hopper's kernels read it, made when it is asked first; None without one
 
 
 @on_its_device
@@ -242,7 +238,8 @@ def backward(
     forms = TERM_FORMS & frozenset[str]().union(*(choice.makes for choice in choices))
     incoming = Incoming.without_terms(d_out, lse, as_vectors=QUERY_TERMS in forms, as_delta=DELTA in forms, as_columns=TERM_COLUMNS in forms)
     results |= {QUERY_TERMS: incoming.terms, DELTA: incoming.delta, TERM_COLUMNS: incoming.term_columns}
-    call = Call(problem, order, sinks, out, lse, d_out, d_lse, incoming, results, given)
+    table = cache(lambda: spread_table(problem))
+    call = Call(problem, order, sinks, out, lse, d_out, d_lse, incoming, results, given, table)
     of_bits = call if bits is None else replace(call, problem=_by_bits(problem, bits))
     for choice in choices:
         BACKWARD[choice.row.name](
@@ -288,11 +285,11 @@ def _one_pass(call: Call, made: Made) -> None:
 
 
 def _hopper_keys(call: Call, made: Made) -> None:
-    hopper_key_grad.key_gradients(call.problem, call.incoming, call.spread_table, *_of_keys(made))
+    hopper_key_grad.key_gradients(call.problem, call.incoming, call.spread_table(), *_of_keys(made))
 
 
 def _hopper_interval_keys(call: Call, made: Made) -> None:
-    hopper_key_grad_intervals.key_gradients(call.problem, call.incoming, call.spread_table, *_of_keys(made), call.order)
+    hopper_key_grad_intervals.key_gradients(call.problem, call.incoming, call.spread_table(), *_of_keys(made), call.order)
 
 
 def _portable_keys(call: Call, made: Made) -> None:
@@ -304,7 +301,7 @@ def _query_of_d_bias(call: Call, made: Made) -> None:
 
 
 def _hopper_query(call: Call, made: Made) -> None:
-    hopper_query_grad.query_gradients(call.problem, call.incoming, call.spread_table, call.out, call.d_lse, made[D_QUERY], made.get(END_SUMS))
+    hopper_query_grad.query_gradients(call.problem, call.incoming, call.spread_table(), call.out, call.d_lse, made[D_QUERY], made.get(END_SUMS))
 
 
 def _portable_query(call: Call, made: Made) -> None:

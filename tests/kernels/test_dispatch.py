@@ -395,7 +395,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, len_k=256), "with head dims of 64 is for a bias (..., Sq, Sk), or 257 keys and more"),
-    ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) that the copy engine reads for d_key to"),
+    ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) that the copy engine can read to"),
     ("backward: Hopper: d_query", PLAIN_ROWS | dict(len_q=384), "with head dims to 32 is, without a bias (..., Sq, Sk), for more"),
     ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(len_q=384), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 384 queries and keys"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_KEY})), "makes sums for the gradient of a RelativeBias beside d_query, and query needs no gradient"),
@@ -407,6 +407,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "with head dims of 64 leaves a mask (..., 1, Sk) and an IntervalMask"),
     ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of pairs", "packed sequences"})), "serves no mask (..., Sq, Sk) of packed sequences"),
+    ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "intervals", "window"}), right=0), "leaves an IntervalMask beside causal or a window to the portable kernel"),
     ("backward: Hopper: d_bias", dict(value_dim=257), "serves head dims from 33 to 256, by the larger, not 64 of queries and 257 of values"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
 )  # fmt: skip

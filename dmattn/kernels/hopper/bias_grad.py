@@ -107,6 +107,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     sharing = sharing_of(problem, d_bias)
     parts = empty_parts(d_bias, sharing.splits)
     lse, delta = incoming.strided(heads)[1:]
+    states = states_by_pairs(problem) if problem.ends_q is None else None  # of packed sequences lengths alone leave members out
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
     launch(
         _shared_gradient_kernel,
@@ -116,7 +117,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         v=tiled(problem.value, block_n, PANEL.value),
         bias=tiled(copyable("bias", problem.bias), block_m, block_n),
         d_out=tiled(incoming.d_out, block_m, PANEL.value),
-        rules=rules_of(problem, states=states_by_pairs(problem), packed_blocks=sharing.sequences(problem), by_words=True),
+        rules=rules_of(problem, states=states, packed_blocks=sharing.sequences(problem), by_words=True),
         lse=lse,
         delta=delta,
         parts=strided(parts, bias_heads),

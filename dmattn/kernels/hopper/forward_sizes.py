@@ -79,8 +79,9 @@ def _are_by_twos(problem: Problem, width: int, loaded: bool) -> bool:
     hides = (problem.left, problem.right, problem.first, problem.ends_q, problem.bits, problem.pair_mask) != (None,) * 6
     if bias is None or loaded or width >= PANEL.value or hides:
         return False
-    masked = problem.is_masked and (bias.shape[0] < batch or problem.key.shape[2] < KEYS_BY_TWOS)
-    return not masked and -(-len_q // 128) * batch * heads >= 2 * processors(problem.query.device)
+    if problem.mask is not None and (problem.mask.shape[2] > 1 or bias.shape[:2] != (batch, heads) or problem.key.shape[2] < KEYS_BY_TWOS):
+        return False
+    return -(-len_q // 128) * batch * heads >= 2 * processors(problem.query.device)
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:

@@ -19,7 +19,7 @@ def words_of(rules, seq, row, col, LENGTH: gl.constexpr, KEYS_DOWN: gl.constexpr
         return _words_to_turn(rules, seq, row, col, LENGTH)
     else:
         WORDS: gl.constexpr = LENGTH // WORD
-        LAYOUT: gl.constexpr = gl.SliceLayout(2, _by_bits(WORDS))
+        LAYOUT: gl.constexpr = gl.SliceLayout(2, _layout_of(WORDS))
         down = (col if KEYS_DOWN else row) % BLOCK + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         across = (row if KEYS_DOWN else col) % BLOCK // LENGTH * WORDS + gl.arange(0, WORDS, gl.SliceLayout(0, LAYOUT))
         words = gl.full([64, WORDS], -1, gl.int32, LAYOUT)
@@ -37,7 +37,7 @@ def _words_to_turn(rules, seq, row, col, LENGTH: gl.constexpr):
     """
     WORDS: gl.constexpr = LENGTH // WORD
     gl.static_assert(WORDS <= 2)
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, _by_bits(WORDS))
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, _layout_of(WORDS))
     warp = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)) // 16
     first = bits_pointer(rules, seq, row, col, KEYS_DOWN=False) + row % BLOCK * (BLOCK // WORD) + col % BLOCK // WORD
     addresses = first.to(gl.int64) + (warp // 2 * 4).to(gl.int64)
@@ -128,7 +128,7 @@ def kept_by_bits(s, words):
         setp.ne.b32 kept, bit, 0;
         selp.f32 $0, $1, 0fff800000, kept;
     }"""
-    LAYOUT: gl.constexpr = _by_bits(words.shape[1])
+    LAYOUT: gl.constexpr = _layout_of(words.shape[1])
     bit = gl.arange(0, WORD, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT))).expand_dims(0).expand_dims(1)  # [1, 1, WORD]
     words = words.expand_dims(2) >> (bit & 6)  # [64, words, WORD]
     chosen = gl.full([1, 1, WORD], 1, gl.int32, LAYOUT) << (bit & ~6)
@@ -138,7 +138,7 @@ def kept_by_bits(s, words):
 
 
 @gluon.constexpr_function
-def _by_bits(words):
+def _layout_of(words):
     """The layout in registers of a consumer's products of 64 rows, [64, words, WORD]."""
     side_by_side = [[0, 1 << bit, 0] for bit in range(4) if 1 << bit < words]  # words of a row are loaded at once
     registers = [[0, 0, 1], *side_by_side, [8, 0, 0], [0, 0, 8], [0, 0, 16]]

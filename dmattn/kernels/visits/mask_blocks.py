@@ -36,6 +36,9 @@ def scan(mask: Tensor, states: Tensor | None, bits: Tensor | None = None, by_lis
     """
     if not mask.numel():
         return
+    if states is None:  # bits of an expanded mask are there once
+        entries, heads = slices_of(mask)
+        mask = mask[:entries, :heads]
     if bits is None and not _lies_by_rows(mask):  # a program reads along the last axis, which is to be the dense one
         mask, states = mask.mT, None if states is None else states.mT
     heads, rows, length = mask.shape[1:]

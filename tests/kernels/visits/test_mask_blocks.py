@@ -122,7 +122,19 @@ def test_bits_are_those_of_the_mask(name: str, by_lists: bool, device: str) -> N
 
 @needs_cuda
 @pytest.mark.parametrize(
-    ("head_dim", "bias"), [(32, "bhqk"), (64, None), (64, "bhqk"), (64, "1hqk"), (128, None), (128, "bhqk"), (128, "1hqk"), (192, None)]
+    ("head_dim", "bias"),
+    [
+        (32, "bhqk"),
+        (64, None),
+        (64, "bhqk"),
+        (64, "1hqk"),
+        (128, None),
+        (128, "bhqk"),
+        (128, "1hqk"),
+        (192, None),
+        (128, "b11k"),
+        (192, "b11k"),
+    ],
 )
 @pytest.mark.parametrize("lengths", [(512, 60), (700, 900), (300, 130), (300, 66100), (60, 515), (66100, 300)], ids=str)
 def test_no_call_reads_bits_that_nobody_wrote(
@@ -148,9 +160,11 @@ def test_no_call_reads_bits_that_nobody_wrote(
     mask[:, :, 256:, 256:640] = False
     mask[:, :, 256:, 65450:65900] = False
     mask[:, :, 65450:65900, 128:] = False
-    shape = None if bias is None else (batch if bias[0] == "b" else 1, heads, *lengths)
+    sizes = {"b": batch, "h": heads, "q": lengths[0], "k": lengths[1], "1": 1}
+    shape = None if bias is None else [sizes[axis] for axis in bias]
     of_pairs = None if shape is None else torch.randn(shape, dtype=torch.bfloat16, device="cuda")
-    leaves = [x.requires_grad_() for x in (query, key, value, of_pairs) if x is not None]
+    wanted = (of_pairs,) if bias == "b11k" else (query, key, value, of_pairs)  # alone, as another rule then says who walks queries
+    leaves = [x.requires_grad_() for x in wanted if x is not None]
     d_out = torch.randn_like(query)
     found = []
     for poison[0] in (-1, 0):
