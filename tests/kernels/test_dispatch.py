@@ -573,6 +573,7 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
         (Case("mask-of-pairs", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk"), ("bias",), ("bias",)),
         (Case("block-mask", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk", blocked=True), ("bias",), ("bias",)),
         (Case("padding", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b11k"), ("bias",), ("bias",)),
+        (Case("portable-kernels-would-read-it", 2049, batch=4, heads=8, head_dim=32, bias="1hqk", mask="b1qk"), ("bias",), ()),
         (Case("nobody-shares", 501, batch=8, heads=8, head_dim=64, bias="bhqk"), (), ()),
         (Case("float32", 501, batch=8, heads=8, head_dim=64, bias="1hqk", bias_dtype=torch.float32), (), ()),
         (Case("aligned", 504, batch=8, heads=8, head_dim=64, bias="1hqk"), (), ()),
