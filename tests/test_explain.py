@@ -125,6 +125,13 @@ def test_a_call_that_no_kernel_serves_says_what_to_do_instead() -> None:
         assert explain(*same(2, 8, 300, 320, dtype=dtype), target="sm_90").passes[0].rows
 
 
+def test_leading_axes_that_no_stride_walks_are_the_only_reason_for_how_a_tensor_lies() -> None:
+    query = empty(8, 2, 16, 512, 128).transpose(0, 1)
+    forward, backward = explain(query, query, query, target="sm_90").passes
+    assert reasons(forward)["Hopper"] == "does not serve leading axes that no single stride walks"
+    assert reasons(backward)["Hopper: d_query"] == "does not serve leading axes that no single stride walks"
+
+
 def test_hopper_serves_masks_beside_a_table_of_distances() -> None:
     table = RelativeBias(empty(16, 257, dtype=FP32))
     query, ends = same(4, 16, 1024, 64), torch.empty(4, 1, 1024, dtype=torch.int32, device="meta")

@@ -60,9 +60,10 @@ class Bias(NamedTuple):
 class Traits(NamedTuple):
     """One call. Of a problem with an order of its keys they are the traits of the copies in that order (reorder.py).
 
-    `uncopyable` has the name of each tensor that Hopper's copy engine cannot address, with each reason; `wide` the names of tensors in which an
-    offset within a tile may need more than 32 bits. `wanted` are the results of a backward pass. `aligned` has the bias and its gradient, with
-    what had been said of them as uncopyable, where kernels get copies that the copy engine can address (hopper/aligned.py).
+    `uncopyable` has the name of each tensor that Hopper's copy engine cannot address, with each reason, unless no single stride walks its
+    leading axes, which is a feature; `wide` the names of tensors in which an offset within a tile may need more than 32 bits. `wanted` are the
+    results of a backward pass. `aligned` has the bias and its gradient, with what had been said of them as uncopyable, where kernels get copies
+    that the copy engine can address (hopper/aligned.py).
     """
 
     family: str
@@ -120,7 +121,8 @@ class Traits(NamedTuple):
         results = dict(out=out, d_out=d_out, d_query=gradients.query, d_bias=gradients.bias)
         copied = {name: x for name, x in given.items() if name in ("query", "key", "value") or kinds.get(name) == PAIRS}
         copied |= {name: Placed.of(x) for name, x in results.items() if x is not None}
-        uncopyable = tuple((name, why) for name, x in copied.items() for why in why_not_copied(name, *x))
+        scattered = {name for name, x in (problem._asdict() | results).items() if isinstance(x, Nested) and x.places is not None}
+        uncopyable = tuple((name, why) for name, x in copied.items() if name not in scattered for why in why_not_copied(name, *x))
         loaded = {"mask", *_INTERVALS, "bias"} - ({"bias"} & copied.keys() - dict(uncopyable).keys())
         pointed = {name: x for name, x in given.items() if name in loaded}
         made = {D_QUERY: gradients.query, D_KEY: gradients.key, D_VALUE: gradients.value, D_SINKS: gradients.sinks}
