@@ -274,8 +274,8 @@ def shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only where the portable kernel is slower."""
     if _are_narrow(traits) and not traits.features.isdisjoint({"mask of keys"} | INTERVALS):
         yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) and an IntervalMask to the portable kernel, which is faster"
-    if traits.features >= PACKED and not traits.features.isdisjoint(PAIRWISE):
-        yield "serves no mask (..., Sq, Sk) of packed sequences"
+    if traits.features >= PACKED and not traits.features.isdisjoint(MASKS - {"mask of keys"}):
+        yield "serves no mask of packed sequences but one (..., 1, Sk)"
     if "intervals" in traits.features and traits.features >= WINDOW:
         yield "leaves an IntervalMask beside causal or a window to the portable kernel, as registers for all three are too few"
     yield on_hopper(traits, (64, 128, 256), "d_out", loads_pairs=loads_pairs)

@@ -406,7 +406,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset()), "is for an IntervalMask, and there is none"),
     ("backward: Hopper: d_key, d_value by intervals", dict(features=frozenset({"intervals", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "with head dims of 64 leaves a mask (..., 1, Sk) and an IntervalMask"),
-    ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of pairs", "packed sequences"})), "serves no mask (..., Sq, Sk) of packed sequences"),
+    ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "mask of pairs", "packed sequences"})), "serves no mask of packed sequences but one (..., 1, Sk)"),
     ("backward: Hopper: d_bias", dict(features=frozenset({"bias of pairs", "intervals", "window"}), right=0), "leaves an IntervalMask beside causal or a window to the portable kernel"),
     ("backward: Hopper: d_bias", dict(value_dim=257), "serves head dims from 33 to 256, by the larger, not 64 of queries and 257 of values"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
