@@ -115,7 +115,7 @@ def choose_forward(traits: Traits) -> Choice:
     """
     choice = _forward_row(traits)
     of_copy = _forward_row(traits.with_aligned("bias")) if hopper_plans.copies_pay(traits) else choice
-    return choice if of_copy.row == choice.row or not _gain((choice,), (of_copy,)) else of_copy
+    return choice if of_copy.row == choice.row else of_copy
 
 
 def choose_backward(traits: Traits) -> tuple[Choice, ...]:
@@ -126,17 +126,9 @@ def choose_backward(traits: Traits) -> tuple[Choice, ...]:
     if hopper_plans.copies_pay(traits):
         for copies in (("bias",), ("bias", "d_bias")):
             of_copies = _backward_rows(traits.with_aligned(*copies))
-            if [choice.row for choice in of_copies] != [choice.row for choice in choices] and _gain(choices, of_copies):
+            if [choice.row for choice in of_copies] != [choice.row for choice in choices]:
                 choices = of_copies
     return choices
-
-
-def _gain(choices: tuple[Choice, ...], of_copies: tuple[Choice, ...]) -> bool:
-    """Whether no result that kernels for this GPU make without copies is left to the portable ones with them, as kernels that load pairs
-    may serve what others do not.
-    """
-    made, of_copy = (frozenset[str]().union(*(x.makes for x in each if x.row.targets is not None)) for each in (choices, of_copies))
-    return made & (choices[0].traits.wanted | {OUT}) <= of_copy
 
 
 def _forward_row(traits: Traits) -> Choice:

@@ -16,7 +16,7 @@ from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
-from .narrow_heads import are_narrowest, narrowest
+from .narrow_heads import are_narrowest, narrowest_forward, narrowest_keys, narrowest_query
 from .reasons import dims_of, grouped, joined, stores_d_scores, word
 from .traits import D_BIAS_OF_PAIRS, D_QUERY, LEADING_IN_RUNS, Traits
 
@@ -146,7 +146,7 @@ def forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     if _are_narrow(traits) and not traits.features.isdisjoint(PAIRWISE) and traits.features >= PACKED:
         yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) of packed sequences to the portable kernel, which is faster"
     if are_narrowest(traits):
-        yield narrowest(traits, loads_pairs, forward=True)
+        yield narrowest_forward(traits)
     yield on_hopper(traits, DIMS, loads_pairs=loads_pairs)
 
 
@@ -217,7 +217,7 @@ def keys_and_bias(traits: Traits, loads_pairs: bool = False) -> Iterator[str | N
     if traits.softcap is not None and are_wide(traits):
         yield f"serves no softcap beside head dims over 128, not {dims_of(traits)}"
     if are_narrowest(traits):
-        yield narrowest(traits, loads_pairs)
+        yield narrowest_keys(traits)
     yield on_hopper(traits, DIMS, "d_out", *d_bias, loads_pairs=loads_pairs)
 
 
@@ -244,13 +244,10 @@ def query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
     if "bias of distances" in traits.features and D_QUERY not in traits.wanted:
         yield "makes sums for the gradient of a RelativeBias beside d_query, and query needs no gradient"
-    if _are_narrow(traits) and not traits.features >= PAIR_BIAS:
-        if _window(traits) < _MANY_KEYS:
-            yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
-        if "mask of pairs" in traits.features and "mask" not in dict(traits.uncopyable) and "bias of distances" not in traits.features:
-            yield f"{_OF_NARROW} leaves a mask (..., Sq, Sk) that the copy engine can read to the portable kernel, which is as fast"
+    if _are_narrow(traits) and not traits.features >= PAIR_BIAS and _window(traits) < _MANY_KEYS:
+        yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
     if are_narrowest(traits):
-        yield narrowest(traits, loads_pairs)
+        yield narrowest_query(traits)
     yield on_hopper(traits, DIMS, "d_out", "out", loads_pairs=loads_pairs)
 
 
@@ -258,7 +255,7 @@ def query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
 def keys(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """A mask of pairs is copied, too, where the kernel loads no pairs."""
     if are_narrowest(traits):
-        yield narrowest(traits, loads_pairs)
+        yield narrowest_keys(traits)
     yield on_hopper(traits, DIMS, "d_out", *(() if loads_pairs else ("mask",)), loads_pairs=loads_pairs)
 
 

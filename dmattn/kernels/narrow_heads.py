@@ -1,4 +1,7 @@
-"""Why another row of the table is faster for the narrowest heads, of head dims to 32: a part of several plans (plans.py)."""
+"""Where the portable kernels are faster than Hopper's for the narrowest heads, of head dims to 32: a part of several plans (plans.py).
+
+NVIDIA H200, 2026-11-29, from some 80 problems: docs/history.md, "Narrow heads once more".
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ from collections.abc import Iterator
 
 import triton
 
-from .features import EVERY, PACKED, PAIR_BIAS, PAIRWISE, SOFTCAP, WINDOW, named_feature
-from .hopper.resident import bias as hopper_resident
-from .reasons import joined, word
-from .traits import D_BIAS_OF_PAIRS, Traits
+from .features import EVERY, INTERVALS, MASKS, PAIR_BIAS, SOFTCAP, WINDOW
+from .reasons import joined
+from .traits import Traits
 
 _OF_NARROWEST = "with head dims to 32"
-_SHORT = 128  # queries and keys to which the portable forward kernel is faster of the narrowest heads without a bias of pairs
-FULL = 4  # blocks of 128 queries for each processor from which Hopper's kernels are known to be the faster ones of the narrowest heads
+_TO_16 = "with head dims to 16"
+_PLAIN = EVERY | SOFTCAP | {"bias of queries"}  # what changes no weight of a pair beside another's, or that of all pairs by one rule
+_SHORT = 128  # queries or keys to which the rules of a bias by key are made for too few
+_LONG = 1024  # keys from which few programs, of 128 queries, are faster than twice as many of 64
+_FEW = 2  # of those programs for each processor
+_GRANULE = 64  # of queries and keys, whose multiples leave portable kernels no pairs to hide
 
 
 def are_narrowest(traits: Traits) -> bool:
@@ -21,55 +27,52 @@ def are_narrowest(traits: Traits) -> bool:
     return max(traits.head_dim, traits.value_dim) <= 32
 
 
-def _named(features: frozenset[str], traits: Traits) -> str:
-    """Features of a call in words. Of causal and the window the one that is there."""
-    window = "causal" if traits.left is None and traits.right == 0 else "a window"
-    return ", ".join(window if {feature} == WINDOW else named_feature(feature) for feature in sorted(features))
+@joined
+def narrowest_forward(traits: Traits) -> Iterator[str]:
+    """Why the portable kernel is to serve the forward pass of head dims to 32."""
+    features = traits.features
+    yield from _short(traits)
+    if traits.softcap is not None and features.isdisjoint(PAIR_BIAS | WINDOW | MASKS):
+        yield f"{_OF_NARROWEST} leaves a softcap with neither a bias (..., Sq, Sk), causal nor a mask to the portable kernel, which is faster"
+    if traits.bias is not None and features >= PAIR_BIAS and traits.bias.dtype.itemsize > 2:
+        yield f"{_OF_NARROWEST} leaves a bias (..., Sq, Sk) of more than 16 bits to the portable kernel, which is faster"
+    if max(traits.head_dim, traits.value_dim) <= 16 and features.isdisjoint(PAIR_BIAS | MASKS | INTERVALS):
+        yield f"{_TO_16} is for a bias (..., Sq, Sk), a mask or an IntervalMask, as the portable kernel is faster for other calls"
+    blocks, least = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch, _FEW * traits.processors
+    if features <= _PLAIN | {"mask of keys"} and _are_whole(traits) and traits.len_k > _LONG and blocks <= least:
+        yield (
+            f"{_OF_NARROWEST} leaves up to {least} blocks of 128 queries, over batch and heads, to the portable kernel, which is faster, where "
+            f"over {_LONG} keys and the queries are multiples of {_GRANULE} and there is no bias, no causal and no other mask than (..., 1, Sk)"
+        )
 
 
 @joined
-def narrowest(traits: Traits, loads_pairs: bool, forward: bool = False) -> Iterator[str]:
-    """Why another row serves head dims to 32; None for many long rows, and from 17 on for most rows beside a bias of pairs in 16 bits.
-
-    Of other calls these kernels are not known to be the faster ones.
-    """
-    dim, capped = max(traits.head_dim, traits.value_dim), traits.softcap is not None
-    if dim <= 16 and not capped and "mask of keys" not in traits.features and (forward or D_BIAS_OF_PAIRS not in traits.wanted):
-        beside = "" if forward else ", a bias (B, H, Sq, Sk) whose gradient is wanted"
-        yield f"with head dims to 16 is for a mask (..., 1, Sk){beside} or a softcap, as the portable kernel is faster for other calls"
-    if forward and capped and traits.features.isdisjoint(PAIR_BIAS | WINDOW):
-        yield f"{_OF_NARROWEST} leaves a softcap with neither a bias (..., Sq, Sk) nor causal to the portable kernel, which is faster"
-    if loads_pairs:
-        if traits.bias is None or not traits.features >= PAIR_BIAS:
-            yield f"{_OF_NARROWEST} loads only a bias (..., Sq, Sk), with a mask beside it or without, and the call has no such bias"
-        elif traits.bias.dtype.itemsize > 2:
-            yield f"{_OF_NARROWEST} loads only a bias of 16 bits, not of {word(traits.bias.dtype)}"
-        elif "bias" not in dict(traits.uncopyable):
-            yield f"{_OF_NARROWEST} loads only a bias that the copy engine cannot read, and it can read that of the call"
-        return
-    others = traits.features - EVERY - SOFTCAP - {"mask of keys"}
-    pairwise = ""
-    if forward:
-        pairwise = ", a mask (..., Sq, Sk), a BlockMask"
-        others -= PAIRWISE if not traits.features >= PACKED else frozenset()
-    if traits.features >= PAIR_BIAS:
-        others -= PAIR_BIAS
-        if others:
-            yield (
-                f"{_OF_NARROWEST} is for a bias (..., Sq, Sk) that the copy engine reads, "
-                f"beside at most a mask (..., 1, Sk){pairwise} and sinks, not {_named(others, traits)}"
-            )
-        return
-    others -= {"bias of keys"} | (WINDOW if traits.left is None else set())
-    if others:
+def narrowest_query(traits: Traits) -> Iterator[str]:
+    """Why the portable kernel is to make d_query of head dims to 32."""
+    features = traits.features
+    yield from _short(traits)
+    if features <= _PLAIN and _are_whole(traits):
         yield (
-            f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk){pairwise} and sinks, "
-            f"not {_named(others, traits)}"
+            f"{_OF_NARROWEST} leaves calls without a mask, a bias and causal to the portable kernel, which is faster, "
+            f"where queries and keys are multiples of {_GRANULE}"
         )
-    most = _SHORT if forward else hopper_resident.MOST_KEYS
-    if min(traits.len_q, traits.len_k) <= most:
-        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for more than {most} queries and keys, not {traits.len_q} and {traits.len_k}"
-    blocks = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch
-    if blocks < FULL * traits.processors:
-        least = f"{FULL * traits.processors} blocks of 128 queries or more"
-        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for {least}, over batch and heads, not {blocks}"
+    if max(traits.head_dim, traits.value_dim) <= 16 and features.isdisjoint(PAIR_BIAS | INTERVALS | WINDOW):
+        yield f"{_TO_16} is for a bias (..., Sq, Sk), an IntervalMask or causal, as the portable kernel is faster for other calls"
+
+
+@joined
+def narrowest_keys(traits: Traits) -> Iterator[str]:
+    """Why the portable kernel is to make d_key and d_value of head dims to 32."""
+    yield from _short(traits)
+
+
+def _are_whole(traits: Traits) -> bool:
+    """Whether portable kernels have no tile at an edge."""
+    return traits.len_q % _GRANULE == 0 and traits.len_k % _GRANULE == 0
+
+
+def _short(traits: Traits) -> Iterator[str]:
+    """Why a portable kernel is to serve short rows beside a bias by key, of which Hopper's kernels ask a summary first."""
+    shortest = min(traits.len_q, traits.len_k)
+    if "bias of keys" in traits.features and shortest <= _SHORT:
+        yield f"{_OF_NARROWEST} is, beside a bias (..., 1, Sk), for more than {_SHORT} queries and keys, not {traits.len_q} and {traits.len_k}"

@@ -276,16 +276,13 @@ BACKWARD_SERVED = {
     "query terms": PLAIN,
 }
 
-# Long rows of narrow heads that share a bias, which Hopper's rows serve, but for their d_query.
+# Long rows of narrow heads that share a bias, which Hopper's rows serve.
 LONG_ROWS: dict[str, Any] = dict(
     batch=64, heads=4, kv_heads=4, len_q=768, len_k=768, head_dim=32, value_dim=32, features=frozenset({"bias of pairs"}), bias=Bias(BF16, 1, 4)
 )
 PLAIN_ROWS = LONG_ROWS | dict(features=frozenset(), bias=None)
+OF_KEYS: dict[str, Any] = dict(len_k=128, features=frozenset({"bias of keys"}))
 
-# What narrow heads are served with, before what is in the way.
-AT_MOST = "with head dims to 32 is, without a bias (..., Sq, Sk), for at most causal, a bias or mask (..., 1, Sk)"
-BESIDE = "with head dims to 32 is for a bias (..., Sq, Sk) that the copy engine reads, beside at most a mask (..., 1, Sk)"
-LOADED = "with head dims to 32 loads only a bias"
 
 # A row, one change to what it serves, and the reason for which it refuses that.
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
@@ -309,29 +306,20 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(features=frozenset({"dropout"})), "does not serve dropout"),
     ("forward: Hopper", dict(features=frozenset({"softcap", "bias of keys"}), softcap=30.0), "serves no softcap beside a bias (..., 1, Sk), which it adds where the cap is still to come"),
     ("forward: Hopper", dict(features=frozenset({"softcap"}), softcap=257.0), "serves a softcap from 2**-40 to 256, not 257.0"),
-    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"softcap"}), softcap=20.0), "with head dims to 32 leaves a softcap with neither a bias (..., Sq, Sk) nor causal"),
+    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"softcap"}), softcap=20.0), "with head dims to 32 leaves a softcap with neither a bias (..., Sq, Sk), causal nor a mask"),
+    ("forward: Hopper", LONG_ROWS | dict(bias=Bias(FP32, 1, 4)), "with head dims to 32 leaves a bias (..., Sq, Sk) of more than 16 bits to the portable kernel"),
+    ("forward: Hopper", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a bias (..., Sq, Sk), a mask or an IntervalMask, as"),
+    ("forward: Hopper", PLAIN_ROWS | dict(batch=4, len_q=2048, len_k=2048), "with head dims to 32 leaves up to 264 blocks of 128 queries, over batch and heads, to"),
+    ("forward: Hopper", LONG_ROWS | OF_KEYS, "with head dims to 32 is, beside a bias (..., 1, Sk), for more than 128 queries and keys, not 768 and 128"),
+    ("backward: Hopper: d_query", LONG_ROWS | OF_KEYS, "with head dims to 32 is, beside a bias (..., 1, Sk), for more than 128 queries and keys, not 768 and 128"),
+    ("backward: Hopper: d_key, d_value", LONG_ROWS | OF_KEYS, "with head dims to 32 is, beside a bias (..., 1, Sk), for more than 128 queries and keys, not 768 and 128"),
+    ("backward: Hopper: d_query", PLAIN_ROWS, "with head dims to 32 leaves calls without a mask, a bias and causal to the portable kernel"),
+    ("backward: Hopper: d_query", PLAIN_ROWS | dict(len_q=700, head_dim=16, value_dim=16), "with head dims to 16 is for a bias (..., Sq, Sk), an IntervalMask or causal, as"),
     ("backward: Hopper: d_query", dict(head_dim=256, value_dim=256, features=DENSE.features | {"softcap"}, bias=DENSE.bias, wanted=DENSE.wanted, softcap=9.0), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("forward: Hopper", dict(gluon=False), "needs Triton 3.6 or later"),
     ("forward: Hopper", dict(head_dim=24), "serves head dims that round up to the same power of 2 or the next one, not 24 of queries and 128 of values"),
     ("forward: Hopper", dict(head_dim=64, value_dim=32, features=frozenset({"mask of pairs", "packed sequences"})), "with head dims of 64 leaves a mask (..., Sq, Sk) of packed sequences to"),
     ("forward: split keys", dict(heads=8, kv_heads=8, batch=9, len_q=17, len_k=8192), "splits keys that up to 66 programs would read, on 132 multiprocessors, not 72"),
-    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, features=frozenset({"mask of heads"})), f"{AT_MOST}, a mask (..., Sq, Sk), a BlockMask and sinks, not a mask (..., 1, 1)"),
-    ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"bias of distances", "window"}), right=0), f"{AT_MOST}, a mask (..., Sq, Sk), a BlockMask and sinks, not a RelativeBias"),
-    ("forward: Hopper", PLAIN_ROWS | dict(features=frozenset({"intervals", "window"}), left=9, right=0), f"{AT_MOST}, a mask (..., Sq, Sk), a BlockMask and sinks, not an IntervalMask, a window"),
-    ("backward: Hopper: d_query", PLAIN_ROWS | dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_QUERY})), f"{AT_MOST} and sinks, not a RelativeBias"),
-    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(features=frozenset({"block mask"})), f"{AT_MOST} and sinks, not a BlockMask"),
-    ("forward: Hopper", dict(head_dim=32, value_dim=20, len_k=2048, left=1000, right=0, features=frozenset({"window"})), f"{AT_MOST}, a mask (..., Sq, Sk), a BlockMask and sinks, not a window"),
-    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of pairs", "packed sequences"})), f"{BESIDE}, a mask (..., Sq, Sk), a BlockMask and sinks, not a mask (..., Sq, Sk), packed sequences"),
-    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "window"}), right=0), f"{BESIDE}, a mask (..., Sq, Sk), a BlockMask and sinks, not causal"),
-    ("forward: Hopper", LONG_ROWS | dict(features=frozenset({"bias of pairs", "mask of keys", "sinks", "window"}), right=4), f"{BESIDE}, a mask (..., Sq, Sk), a BlockMask and sinks, not a window"),
-    ("forward: Hopper", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk) or a softcap, as the portable kernel is faster"),
-    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a mask (..., 1, Sk), a bias (B, H, Sq, Sk) whose gradient is wanted or a softcap, as"),
-    ("forward: Hopper", PLAIN_ROWS | dict(len_k=128), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 128 queries and keys, not 768 and 128"),
-    ("forward: Hopper", PLAIN_ROWS | dict(batch=21), "with head dims to 32 is, without a bias (..., Sq, Sk), for 528 blocks of 128 queries or more, over batch and heads, not 504"),
-    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(uncopyable=()), f"{LOADED} that the copy engine cannot read, and it can read that of the call"),
-    ("forward: Hopper, pairs loaded", LONG_ROWS | dict(bias=Bias(FP32, 1, 4)), f"{LOADED} of 16 bits, not of float32"),
-    ("forward: Hopper, pairs loaded", PLAIN_ROWS, f"{LOADED} (..., Sq, Sk), with a mask beside it or without, and the call has no such bias"),
-    ("forward: Hopper, pairs loaded", dict(head_dim=32, value_dim=32, uncopyable=(("mask", "rows of mask"),)), f"{LOADED} that the copy engine cannot read, and it can read that of the call"),
     ("backward: Hopper: d_key, d_value, d_bias, pairs loaded", dict(head_dim=272, value_dim=272), "serves head dims from 1 to 256, by the larger, not 272 of queries"),
     ("forward: Hopper", dict(len_q=64), "is for more than 64 queries, not 64"),
     ("forward: Hopper", dict(len_q=32, head_dim=160, value_dim=160), "is for more than 32 queries, not 32"),
@@ -395,9 +383,6 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, len_k=256), "with head dims of 64 is for a bias (..., Sq, Sk), or 257 keys and more"),
-    ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, features=frozenset({"mask of pairs"})), "with head dims of 64 leaves a mask (..., Sq, Sk) that the copy engine can read to"),
-    ("backward: Hopper: d_query", PLAIN_ROWS | dict(len_q=384), "with head dims to 32 is, without a bias (..., Sq, Sk), for more"),
-    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(len_q=384), "with head dims to 32 is, without a bias (..., Sq, Sk), for more than 384 queries and keys"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_KEY})), "makes sums for the gradient of a RelativeBias beside d_query, and query needs no gradient"),
     ("backward: Hopper: d_query", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
     ("backward: Hopper: d_key, d_value", dict(uncopyable=(("d_out", "rows of d_out"),)), "rows of d_out"),
@@ -573,7 +558,7 @@ def test_a_padded_bias_has_a_gradient_that_the_copy_engine_writes(launches: list
         (Case("mask-of-pairs", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk"), ("bias",), ("bias",)),
         (Case("block-mask", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b1qk", blocked=True), ("bias",), ("bias",)),
         (Case("padding", 501, batch=8, heads=8, head_dim=64, bias="1hqk", mask="b11k"), ("bias",), ("bias",)),
-        (Case("portable-kernels-would-read-it", 2049, batch=4, heads=8, head_dim=32, bias="1hqk", mask="b1qk"), ("bias",), ()),
+        (Case("narrow-mask-of-pairs", 2049, batch=4, heads=8, head_dim=32, bias="1hqk", mask="b1qk"), ("bias",), ("bias",)),
         (Case("nobody-shares", 501, batch=8, heads=8, head_dim=64, bias="bhqk"), (), ()),
         (Case("float32", 501, batch=8, heads=8, head_dim=64, bias="1hqk", bias_dtype=torch.float32), (), ()),
         (Case("aligned", 504, batch=8, heads=8, head_dim=64, bias="1hqk"), (), ()),
@@ -683,7 +668,7 @@ def test_a_field_that_no_row_names_refuses_every_row() -> None:
             traits = Traits.of(further(*problem, slopes=slopes), query)._replace(family=family)
             reasons = [row._replace(targets=None).refusal(traits) or "" for row in (*dispatch.FORWARD, *dispatch.BACKWARD)]
             assert ["slopes" in reason for reason in reasons] == [refused] * len(reasons)
-            assert refused or dispatch.choose_forward(traits).row.name == "portable"
+            assert refused or dispatch.choose_forward(traits).row.name == ("Hopper" if family == "sm_90" else "portable")
     with pytest.raises(NotImplementedError, match="portable does not serve slopes"):
         dispatch.choose_forward(traits)
     with pytest.raises(NotImplementedError, match="portable: d_key, d_value does not serve slopes"):

@@ -13,6 +13,7 @@ import triton.language as tl
 from .leading import Nested
 
 ALIGNED = tl.constexpr(9)  # all strides of 16-bit numbers but that of columns are multiples of 8 (16 bytes)
+FOURS = tl.constexpr(65)  # of words of 32 bits all strides but that of columns, and the length of rows, are multiples of 4 (16 bytes)
 # The next two are for who reads words of 32 bits.
 EVEN = tl.constexpr(17)  # 16-bit numbers of a row lie side by side; rows begin at multiples of 4 bytes, and the last one ends there
 ANYWHERE = tl.constexpr(33)  # the same, but that rows begin anywhere
@@ -46,8 +47,10 @@ def _ends_with_word(x: Any) -> bool:
 
 @triton.jit
 def multiple(x, whole):
-    """A number that `whole` says is a multiple of 8, for the compiler to know it: rows of 72 numbers go by 16 bytes then, not by 2."""
+    """A number that `whole` says is a multiple of 8 or 4, for the compiler to know it: rows of 72 numbers go by 16 bytes then, not by 2."""
     if len(whole) == ALIGNED:
         return x // 8 * 8
+    elif len(whole) == FOURS:
+        return x // 4 * 4
     else:
         return x

@@ -165,10 +165,13 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
             s = kept_by_bits(s, hiding.words)
         if rules.first is not None:
             s = _in_interval(s, hiding.rows2, hiding.middle2, hiding.length)
-        # One comparison for each pair, with bounds by query. Intervals, and a mask by key, hide what is past the keys' end themselves.
+        # One comparison for each pair, with bounds by query. Intervals hide what is past the keys' end themselves, and so do a mask by key and
+        # the bits of a mask, but not where packed sequences have ends of their own.
+        OF_KEYS: gl.constexpr = rules.mask is not None and rules.mask_cols is not None
+        OF_PAIRS: gl.constexpr = rules.bits is not None and rules.blocks is None
         if rules.right is not None:
             s = up_to(s, cols, gl.minimum(last_key(rules.right, seq, rows), seq.len_k - 1))
-        elif rules.first is None and (rules.mask is None or rules.mask_cols is None or rules.ends is not None):
+        elif rules.first is None and (rules.ends is not None or not (OF_KEYS or OF_PAIRS)):
             s = up_to(s, cols, seq.len_k - 1)
         if rules.left is not None:
             s = up_to(s, first_key(rules.left, seq, rows), cols)

@@ -15,10 +15,11 @@ from ... import bits as bits_of_a_mask
 from ... import states as states_of_a_mask
 from ...problem import Problem
 from ..base.launch import launch
-from ..base.layout import Sequence, Span, ends_of, inside, load_tile, sequence, slice_pointer, strided
+from ..base.layout import Sequence, Span, Strided, ends_of, inside, load_tile, sequence, slice_pointer, strided
 from ..base.leading import Nested, by_entry, with_entries
 from ..base.overlap import follow
 from ..base.place import place
+from ..base.whole import FOURS, multiple
 from ..base.window import all_in_window, keys_in_window, queries_in_window
 from .lists import CHUNK, append, close, empty_lists, list_pointer, room
 
@@ -43,13 +44,17 @@ def scan(mask: Tensor, states: Tensor | None, bits: Tensor | None = None, by_lis
         mask, states = mask.mT, None if states is None else states.mT
     heads, rows, length = mask.shape[1:]
     elements, width = _words(mask)
+    described = strided(elements, heads)
+    assert isinstance(described, Strided)
+    if width == 4 and _begin_at(elements, 16):
+        described = described._replace(whole=(1,) * FOURS.value)
     height = (GRANULE if bits is None else BLOCK).value
     across = max(ELEMENTS // height, BLOCK.value // width)
     per_program = across * width
     launch(
         _scan_kernel,
         triton.cdiv(length, per_program) * triton.cdiv(rows, height) * heads * mask.shape[0],
-        mask=strided(elements, heads),
+        mask=described,
         states=strided(states, heads),
         bits=strided(bits, heads),
         heads=heads,
@@ -93,13 +98,18 @@ def slices_of(mask: Any) -> tuple[int, int]:
 
 
 def _words(mask: Tensor) -> tuple[Tensor, int]:
-    """(the mask as words, elements a word): of 4 where it lies so, which takes a quarter of the instructions, else single bytes."""
+    """(the mask as words, bytes a word): of 4 where it lies so, which takes a quarter of the instructions, else single bytes."""
     strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
     mask = mask.as_strided(mask.shape, strides, mask.storage_offset()).view(torch.uint8)
-    starts = (mask.shape[3], *strides[:3], mask.storage_offset(), mask.data_ptr())
-    if strides[3] == 1 and all(start % 4 == 0 for start in starts):
+    if strides[3] == 1 and _begin_at(mask, 4):
         return mask.view(torch.int32), 4
     return mask, 1
+
+
+def _begin_at(x: Tensor, count: int) -> bool:
+    """Whether rows begin at multiples of so many bytes, and have as many, whatever the strides of axes of one element are."""
+    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
+    return all(x.element_size() * start % count == 0 for start in (x.shape[3], *strides, x.storage_offset())) and x.data_ptr() % count == 0
 
 
 def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False, packed: Tensor | None = None) -> Any:
@@ -170,6 +180,7 @@ def _scan_kernel(
     strip = program // blocks % strips
     entry = program // blocks // strips
     seq = Sequence(entry // heads, entry % heads, 0, 0)
+    cols_length = multiple(cols_length, mask.whole)
     rows = Span(strip * ROWS, tl.arange(0, ROWS).to(tl.int64), None if EVEN_ROWS else rows_length)
     cols = Span(block * COLS, tl.arange(0, COLS).to(tl.int64), None if EVEN_COLS else cols_length)
     kept = _bits(load_tile(mask, seq, rows, cols), WIDTH)  # [ROWS, ACROSS]
