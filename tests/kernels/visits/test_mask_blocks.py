@@ -21,7 +21,7 @@ from dmattn.states import ATTENDED, GRANULE, HIDDEN, states_shape
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 
-from dmattn.kernels import run
+from dmattn.kernels import hopper_plans, run
 
 KERNELS = [
     pytest.param("cpu", marks=pytest.mark.skipif(not interpreting(), reason="the PyTorch path has no blocks")),
@@ -182,14 +182,15 @@ def test_no_call_reads_bits_that_nobody_wrote(
         )
     torch.testing.assert_close(out[:1].double(), expected, atol=0.03, rtol=0.03)
     assert all(x.isfinite().all() for x in gradients)
-    assert made or torch.cuda.get_device_capability() != (9, 0)
+    is_read = lengths[0] > (hopper_plans.FEW_QUERIES_WIDE if head_dim > 128 else hopper_plans.FEW_QUERIES)  # by kernels for Hopper
+    assert bool(made) == is_read or torch.cuda.get_device_capability() != (9, 0)
 
 
 @pytest.mark.parametrize("device", KERNELS)
 def test_a_byte_that_is_not_0_is_a_pair_kept(device: str) -> None:
     from dmattn.kernels.visits.mask_blocks import empty_bits, scan
 
-    for width in (128, 131):
+    for width in (128, 131, 144):
         octets = torch.arange(128 * width, dtype=torch.int32).remainder(256).to(torch.uint8).view(1, 1, 128, width).to(device)
         bits = empty_bits(octets.view(torch.bool))
         assert bits is not None
