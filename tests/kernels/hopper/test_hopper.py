@@ -91,7 +91,7 @@ def test_takes_wide_heads_but_for_d_query_and_a_shared_bias_at_once(head_dim: in
 @pytest.mark.parametrize("bias", [None, tensor(1, 4, LENGTH, LENGTH)], ids=["plain", "bias"])
 @pytest.mark.parametrize("kind", ["pairs", "odd rows", "keys"])
 def test_takes_masks(kind: str, bias: Tensor | None, head_dim: int) -> None:
-    """But narrow heads for dQ under a mask of pairs that the copy engine reads, and for dBias under one of keys."""
+    """But with head dims of 64 for dQ of few keys without a bias, and for dBias under a mask of keys."""
     masks = {
         "pairs": torch.ones(LENGTH, LENGTH, dtype=torch.bool),
         "odd rows": torch.ones(LENGTH, LENGTH + 1, dtype=torch.bool)[:, :LENGTH],
@@ -142,7 +142,6 @@ def test_takes_intervals() -> None:
         dict(query=tensor(2, 4, LENGTH, 128, dtype=torch.float32), key=tensor(2, 2, LENGTH, 128, dtype=torch.float32), value=tensor(2, 2, LENGTH, 128, dtype=torch.float32)),
         dict(softcap=500.0),
         dict(dropout_p=0.1),
-        dict(head_dim=32),
         dict(value=tensor(2, 2, LENGTH, 32)),
         dict(length=64),
         dict(bias=tensor(1, 4, LENGTH, LENGTH, dtype=torch.float32)),
@@ -153,7 +152,7 @@ def test_takes_intervals() -> None:
         dict(query=tensor(2, 4, LENGTH, 132)[..., :128]),
     ],
     ids=[
-        "float32", "softcap", "dropout", "narrow", "other-values", "few-queries", "bias-float32", "bias-rows-unaligned",
+        "float32", "softcap", "dropout", "other-values", "few-queries", "bias-float32", "bias-rows-unaligned",
         "bias-transposed", "bias-begins-unaligned", "expanded-key", "rows-unaligned",
     ],
 )  # fmt: skip
@@ -181,8 +180,7 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
         assert serves("Hopper", other)
     assert serves("Hopper", problem(head_dim=64, mask=torch.ones(LENGTH, LENGTH, dtype=torch.bool)))
     for pitch in (304, 300):  # rows that the copy engine reads for dK and dV, and others
-        masked = problem(head_dim=64, length=300, mask=torch.ones(300, pitch, dtype=torch.bool)[:, :300])
-        assert serves("Hopper: d_query", masked) == (pitch == 300)
+        assert serves("Hopper: d_query", problem(head_dim=64, length=300, mask=torch.ones(300, pitch, dtype=torch.bool)[:, :300]))
     for length, window, served in ((256, None, False), (257, None, True), (2048, 255, False), (2048, 256, True)):
         other = problem(head_dim=64, length=length)
         assert serves("Hopper: d_query", other if window is None else other._replace(right=0, left=window)) == served
@@ -190,6 +188,31 @@ def test_head_dims_to_64_are_taken_where_they_gain() -> None:
     assert serves("Hopper", problem(head_dim=64, length=2048, bias=tensor(1, 1, 2048, 2048)))
     assert serves("Hopper: d_query", problem(head_dim=64, bias=tensor(1, 4, LENGTH, LENGTH)))
     assert serves("Hopper: d_key, d_value", one)
+
+
+def test_head_dims_to_32_are_taken_where_they_gain() -> None:
+    odd, whole = (problem(head_dim=32, length=length) for length in (1100, 2048))
+    for row in ("Hopper", "Hopper: d_query", "Hopper: d_key, d_value"):
+        assert serves(row, odd)
+        assert serves(row, whole) == (row == "Hopper: d_key, d_value")  # few programs, and no tile at an edge
+        assert serves(row, whole._replace(right=0))
+        assert serves(row, problem(head_dim=32, length=2048, mask=torch.ones(2048, 2048, dtype=torch.bool)))
+        assert serves(row, problem(head_dim=32, length=2048, bias=tensor(1, 1, 2048, 2048)))
+        assert serves(row, problem(head_dim=32, length=130, bias=tensor(1, 4, 1, 130)))
+        assert not serves(row, problem(head_dim=32, length=128, bias=tensor(1, 4, 1, 128)))
+    many = problem(head_dim=32, length=1024)
+    assert serves("Hopper", many)
+    assert not serves("Hopper: d_query", many)
+    assert not serves("Hopper: d_bias", problem(head_dim=32, bias=tensor(1, 4, LENGTH, LENGTH)))
+
+
+def test_head_dims_to_16_are_taken_where_they_gain() -> None:
+    one = problem(head_dim=16, length=1100)
+    keeping = problem(head_dim=16, length=1100, mask=torch.ones(1100, 1104, dtype=torch.bool)[:, :1100])
+    biased = problem(head_dim=16, length=1100, bias=tensor(1, 4, 1100, 1104)[..., :1100])
+    assert [serves("Hopper", x) for x in (one, keeping, biased)] == [False, True, True]
+    assert [serves("Hopper: d_query", x) for x in (one, keeping, biased)] == [False, False, True]
+    assert all(serves("Hopper: d_key, d_value", x) for x in (one, keeping, biased))
 
 
 def test_packed_sequences_without_a_key_are_not_taken() -> None:
