@@ -15,7 +15,7 @@ from .traits import Traits
 
 _OF_NARROWEST = "with head dims to 32"
 _TO_16 = "with head dims to 16"
-_PLAIN = EVERY | SOFTCAP | {"bias of queries"}  # what changes no weight of a pair beside another's, or that of all pairs by one rule
+_PLAIN = EVERY | SOFTCAP | {f"{name} of {of}" for name in ("bias", "mask") for of in ("queries", "heads")}  # tells no keys of a query apart
 _SHORT = 128  # queries or keys to which the rules of a bias by key are made for too few
 _LONG = 1024  # keys from which few programs, of 128 queries, are faster than twice as many of 64
 _FEW = 2  # of those programs for each processor
@@ -32,8 +32,8 @@ def narrowest_forward(traits: Traits) -> Iterator[str]:
     """Why the portable kernel is to serve the forward pass of head dims to 32."""
     features = traits.features
     yield from _short(traits)
-    if traits.softcap is not None and features.isdisjoint(PAIR_BIAS | WINDOW | MASKS):
-        yield f"{_OF_NARROWEST} leaves a softcap with neither a bias (..., Sq, Sk), causal nor a mask to the portable kernel, which is faster"
+    if traits.softcap is not None and features <= _PLAIN:
+        yield f"{_OF_NARROWEST} leaves a softcap to the portable kernel, which is faster, where nothing tells the keys of a query apart"
     if traits.bias is not None and features >= PAIR_BIAS and traits.bias.dtype.itemsize > 2:
         yield f"{_OF_NARROWEST} leaves a bias (..., Sq, Sk) of more than 16 bits to the portable kernel, which is faster"
     if max(traits.head_dim, traits.value_dim) <= 16 and features.isdisjoint(PAIR_BIAS | MASKS | INTERVALS):
@@ -42,7 +42,7 @@ def narrowest_forward(traits: Traits) -> Iterator[str]:
     if features <= _PLAIN | {"mask of keys"} and _are_whole(traits) and traits.len_k > _LONG and blocks <= least:
         yield (
             f"{_OF_NARROWEST} leaves up to {least} blocks of 128 queries, over batch and heads, to the portable kernel, which is faster, where "
-            f"over {_LONG} keys and the queries are multiples of {_GRANULE} and there is no bias, no causal and no other mask than (..., 1, Sk)"
+            f"over {_LONG} keys and the queries are multiples of {_GRANULE} and at most a mask (..., 1, Sk) tells the keys of a query apart"
         )
 
 
@@ -53,7 +53,7 @@ def narrowest_query(traits: Traits) -> Iterator[str]:
     yield from _short(traits)
     if features <= _PLAIN and _are_whole(traits):
         yield (
-            f"{_OF_NARROWEST} leaves calls without a mask, a bias and causal to the portable kernel, which is faster, "
+            f"{_OF_NARROWEST} leaves calls in which nothing tells the keys of a query apart to the portable kernel, which is faster, "
             f"where queries and keys are multiples of {_GRANULE}"
         )
     if max(traits.head_dim, traits.value_dim) <= 16 and features.isdisjoint(PAIR_BIAS | INTERVALS | WINDOW):

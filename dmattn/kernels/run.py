@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..broadcast import per_query_gradient
@@ -59,6 +58,7 @@ from .visits.mask_blocks import BLOCK, empty_bits, scan, slices_of
 D_BIASES = {D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_BIAS_OF_KEYS, D_BIAS_OF_QUERIES, D_BIAS_OF_DISTANCES}
 READERS_OF_BITS = 4  # (batch, head) for each slice of a mask, at least, for one tile to read it by bits
 PAIRS_OF_BITS = 1 << 22  # and pairs of all of them
+SMALLEST = 32  # keys or queries of the smallest tile of Hopper's kernels that read bits
 Made = dict[str, Tensor]  # the results that a row makes in a call, by the names that `traits` gives them
 # The module of each row of the table, whose `forward` fills out and lse of a problem.
 FORWARD = {
@@ -146,13 +146,13 @@ def _scan(given: Problem, problem: Problem, bits: Tensor | None, choices: tuple[
 def _go_by_lists(problem: Problem, choices: tuple[Choice, ...]) -> bool:
     """Whether all of these rows that read bits read none of a block without a pair.
 
-    They do not if they look for blocks. Hopper's kernels go by lists then, where what they walk makes several tiles, of 64 or 128 keys, and for
-    dK and dV also of 32 or 64 queries, and a list has room for all.
+    They do not if they look for blocks. Hopper's kernels go by lists then, where what they walk makes several tiles, and a list has room for all
+    of them, were they as small as any: of 32 keys, and for dK and dV of 32 queries.
     """
     readers = [choice for choice in choices if choice.row.by_bits]
     walks_queries = any(not choice.row.makes.isdisjoint({D_KEY, D_VALUE}) for choice in readers)
-    walked = [(problem.key.shape[2], 64), *([(problem.query.shape[2], 32)] if walks_queries else [])]
-    has_lists = all(length > BLOCK.value and triton.cdiv(length, least) <= LISTED.value for length, least in walked)
+    walked = [problem.key.shape[2], *([problem.query.shape[2]] if walks_queries else [])]
+    has_lists = all(BLOCK.value < length <= SMALLEST * LISTED.value for length in walked)
     return has_lists and all(choice.row.looks_for_blocks for choice in readers)
 
 

@@ -20,8 +20,9 @@ def told(x) -> int:
 def test_no_two_kinds_of_tensors_have_as_many_numbers() -> None:
     """Or Triton takes one for the other: see base/whole.py."""
     kinds = layout.Strided, layout.Stepped, layout.SteppedThrice, layout.OfQueries, layout.OfKeys
-    counts = [len(kind._fields) - 1 + ones for kind in kinds for ones in (1, *(x.value for x in (whole.ALIGNED, whole.EVEN, whole.ANYWHERE)))]
-    assert len({*counts, len(layout.OfTerms._fields)}) == 4 * len(kinds) + 1
+    lengths = [1, *(x.value for x in (whole.ALIGNED, whole.EVEN, whole.ANYWHERE, whole.FOURS))]
+    counts = [len(kind._fields) - 1 + ones for kind in kinds for ones in lengths]
+    assert len({*counts, len(layout.OfTerms._fields)}) == len(lengths) * len(kinds) + 1
 
 
 def of_layout(shape: tuple[int, ...], order: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

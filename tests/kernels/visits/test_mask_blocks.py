@@ -57,6 +57,9 @@ MASKS = {
     "read-in-words": lambda: blocky(2, 1, 70, 300),
     "several-programs-of-words": lambda: blocky(1, 1, 33, 2100),
     "one-program-of-words-exactly": lambda: blocky(1, 1, 32, 1024),
+    "read-by-fours-in-padded-rows": lambda: blocky(2, 3, 70, 160)[..., 16:160],
+    "read-by-fours-of-every-second-head": lambda: blocky(2, 6, 70, 144)[:, ::2, :, :128],
+    "words-that-start-within-a-four": lambda: blocky(2, 3, 70, 160)[..., 8:152],
     "words-that-start-at-an-odd-place": lambda: blocky(1, 2, 40, 129)[..., 1:],
     "words-in-rows-of-odd-length": lambda: blocky(1, 2, 40, 131)[..., :128],
     "every-second-row-and-key": lambda: blocky(1, 2, 100, 200)[:, :, ::2, ::2],
@@ -124,6 +127,8 @@ def test_bits_are_those_of_the_mask(name: str, by_lists: bool, device: str) -> N
 @pytest.mark.parametrize(
     ("head_dim", "bias"),
     [
+        (16, None),
+        (32, None),
         (32, "bhqk"),
         (64, None),
         (64, "bhqk"),
@@ -132,11 +137,12 @@ def test_bits_are_those_of_the_mask(name: str, by_lists: bool, device: str) -> N
         (128, "bhqk"),
         (128, "1hqk"),
         (192, None),
+        (256, None),
         (128, "b11k"),
         (192, "b11k"),
     ],
 )
-@pytest.mark.parametrize("lengths", [(512, 60), (700, 900), (300, 130), (300, 66100), (60, 515), (66100, 300)], ids=str)
+@pytest.mark.parametrize("lengths", [(512, 60), (700, 900), (300, 130), (100, 40000), (300, 66100), (60, 515), (66100, 300)], ids=str)
 def test_no_call_reads_bits_that_nobody_wrote(
     lengths: tuple[int, int], head_dim: int, bias: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -158,6 +164,7 @@ def test_no_call_reads_bits_that_nobody_wrote(
     mask = torch.rand(batch, 1, *lengths, device="cuda") < 0.5
     mask[:, :, 128:256] = False
     mask[:, :, 256:, 256:640] = False
+    mask[:, :, :, 36864:36992] = False
     mask[:, :, 256:, 65450:65900] = False
     mask[:, :, 65450:65900, 128:] = False
     sizes = {"b": batch, "h": heads, "q": lengths[0], "k": lengths[1], "1": 1}
