@@ -16,7 +16,7 @@ from .traits import Traits
 _OF_NARROWEST = "with head dims to 32"
 _TO_16 = "with head dims to 16"
 _PLAIN = EVERY | SOFTCAP | {f"{name} of {of}" for name in ("bias", "mask") for of in ("queries", "heads")}  # tells no keys of a query apart
-_SHORT = 128  # queries or keys to which the rules of a bias by key are made for too few
+_SHORT = 128  # queries or keys to which the summary of a bias by key takes longer than it spares
 _LONG = 1024  # keys from which few programs, of 128 queries, are faster than twice as many of 64
 _FEW = 2  # of those programs for each processor
 _GRANULE = 64  # of queries and keys, whose multiples leave portable kernels no pairs to hide
@@ -72,7 +72,7 @@ def _are_whole(traits: Traits) -> bool:
 
 
 def _short(traits: Traits) -> Iterator[str]:
-    """Why a portable kernel is to serve short rows beside a bias by key, of which Hopper's kernels ask a summary first."""
+    """Why a portable kernel is to serve short rows beside a bias by key, of which Hopper's kernels need a summary."""
     shortest = min(traits.len_q, traits.len_k)
     if "bias of keys" in traits.features and shortest <= _SHORT:
         yield f"{_OF_NARROWEST} is, beside a bias (..., 1, Sk), for more than {_SHORT} queries and keys, not {traits.len_q} and {traits.len_k}"

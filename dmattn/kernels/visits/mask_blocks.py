@@ -33,7 +33,8 @@ ELEMENTS = 8192  # that a program of the scan takes of a mask, each a word or a 
 def scan(mask: Tensor, states: Tensor | None, bits: Tensor | None = None, by_lists: bool = False) -> None:
     """Fill `states`, of the shape `states_shape(mask)`, or `bits` (:func:`empty_bits`), or both, from a mask with four axes.
 
-    Bits of pairs past the end are 0. Where all who read the bits go `by_lists` of blocks with a pair, those of other blocks are left as they are.
+    Bits of pairs past the end are 0. Where all who read the bits go `by_lists` of blocks with a pair, those of other blocks are left as they
+    are.
     """
     if not mask.numel():
         return
