@@ -244,8 +244,11 @@ def query(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         yield "another kernel makes d_query, of d_bias (..., Sq, Sk), which is wanted too"
     if "bias of distances" in traits.features and D_QUERY not in traits.wanted:
         yield "makes sums for the gradient of a RelativeBias beside d_query, and query needs no gradient"
-    if _are_narrow(traits) and not traits.features >= PAIR_BIAS and _window(traits) < _MANY_KEYS:
-        yield f"{_OF_NARROW} is for a bias (..., Sq, Sk), or {_MANY_KEYS} keys and more, as others are faster in the portable kernel"
+    if _are_narrow(traits) and not traits.features >= PAIR_BIAS and (seen := _window(traits)) < _MANY_KEYS:
+        yield (
+            f"{_OF_NARROW} is for a bias (..., Sq, Sk), or for queries that see {_MANY_KEYS} keys and more, not {seen}, "
+            f"as others are faster in the portable kernel"
+        )
     if are_narrowest(traits):
         yield narrowest_query(traits)
     yield on_hopper(traits, DIMS, "d_out", "out", loads_pairs=loads_pairs)
