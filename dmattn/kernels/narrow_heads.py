@@ -41,8 +41,8 @@ def narrowest_forward(traits: Traits) -> Iterator[str]:
     blocks, least = triton.cdiv(traits.len_q, 128) * traits.heads * traits.batch, _FEW * traits.processors
     if features <= _PLAIN | {"mask of keys"} and _are_whole(traits) and traits.len_k > _LONG and blocks <= least:
         yield (
-            f"{_OF_NARROWEST} is for more than {least} blocks of 128 queries, over batch and heads, not {blocks}, where there are over {_LONG} keys, "
-            f"keys and queries are multiples of {_GRANULE}, and at most a mask (..., 1, Sk) tells the keys of a query apart"
+            f"{_OF_NARROWEST} is for more than {least} blocks of 128 queries, over batch and heads, not {blocks}, where there are "
+            f"over {_LONG} keys, keys and queries are multiples of {_GRANULE}, and at most a mask (..., 1, Sk) tells the keys of a query apart"
         )
 
 
