@@ -19,6 +19,9 @@ _PLAIN = EVERY | SOFTCAP | {f"{name} of {of}" for name in ("bias", "mask") for o
 _SHORT = 128  # queries or keys to which the summary of a bias by key takes longer than it spares
 _LONG = 1024  # keys from which few programs, of 128 queries, are faster than twice as many of 64
 _FEW = 2  # of those programs for each processor
+# Of fewer pairs, over batch and heads, the GPU waits for the host, which takes 45 microseconds for a forward pass by Hopper's kernels and 32 by
+# the portable one, in the mean of eight such calls.
+_FEWEST = 1 << 22
 _GRANULE = 64  # of queries and keys, whose multiples leave portable kernels no pairs to hide
 
 
@@ -31,7 +34,7 @@ def are_narrowest(traits: Traits) -> bool:
 def narrowest_forward(traits: Traits) -> Iterator[str]:
     """Why the portable kernel is to serve the forward pass of head dims to 32."""
     features = traits.features
-    yield from _short(traits)
+    yield from _small(traits)
     if traits.softcap is not None and features <= _PLAIN:
         yield f"{_OF_NARROWEST} leaves a softcap to the portable kernel, which is faster, where nothing tells the keys of a query apart"
     if traits.bias is not None and features >= PAIR_BIAS and traits.bias.dtype.itemsize > 2:
@@ -50,7 +53,7 @@ def narrowest_forward(traits: Traits) -> Iterator[str]:
 def narrowest_query(traits: Traits) -> Iterator[str]:
     """Why the portable kernel is to make d_query of head dims to 32."""
     features = traits.features
-    yield from _short(traits)
+    yield from _small(traits)
     if features <= _PLAIN and _are_whole(traits):
         yield (
             f"{_OF_NARROWEST} leaves calls in which nothing tells the keys of a query apart to the portable kernel, which is faster, "
@@ -63,7 +66,7 @@ def narrowest_query(traits: Traits) -> Iterator[str]:
 @joined
 def narrowest_keys(traits: Traits) -> Iterator[str]:
     """Why the portable kernel is to make d_key and d_value of head dims to 32."""
-    yield from _short(traits)
+    yield from _small(traits)
 
 
 def _are_whole(traits: Traits) -> bool:
@@ -71,8 +74,10 @@ def _are_whole(traits: Traits) -> bool:
     return traits.len_q % _GRANULE == 0 and traits.len_k % _GRANULE == 0
 
 
-def _short(traits: Traits) -> Iterator[str]:
-    """Why a portable kernel is to serve short rows beside a bias by key, of which Hopper's kernels need a summary."""
-    shortest = min(traits.len_q, traits.len_k)
+def _small(traits: Traits) -> Iterator[str]:
+    """Why a portable kernel is to serve a call that is small, or one of short rows beside a bias by key, whose summary is a kernel more."""
+    pairs, shortest = traits.batch * traits.heads * traits.len_q * traits.len_k, min(traits.len_q, traits.len_k)
+    if pairs < _FEWEST and not traits.features >= PAIR_BIAS:
+        yield f"{_OF_NARROWEST} is, without a bias (..., Sq, Sk), for {_FEWEST} pairs and more, over batch and heads, not {pairs}"
     if "bias of keys" in traits.features and shortest <= _SHORT:
         yield f"{_OF_NARROWEST} is, beside a bias (..., 1, Sk), for more than {_SHORT} queries and keys, not {traits.len_q} and {traits.len_k}"

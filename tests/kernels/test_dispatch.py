@@ -311,6 +311,8 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", PLAIN_ROWS | dict(head_dim=16, value_dim=16), "with head dims to 16 is for a bias (..., Sq, Sk), a mask or an IntervalMask, as"),
     ("forward: Hopper", PLAIN_ROWS | dict(batch=4, len_q=2048, len_k=2048), "with head dims to 32 is for more than 264 blocks of 128 queries, over batch and heads, not 256, where"),
     ("forward: Hopper", LONG_ROWS | OF_KEYS, "with head dims to 32 is, beside a bias (..., 1, Sk), for more than 128 queries and keys, not 768 and 128"),
+    ("forward: Hopper", PLAIN_ROWS | dict(batch=1), "with head dims to 32 is, without a bias (..., Sq, Sk), for 4194304 pairs and more, over batch and heads, not 2359296"),
+    ("backward: Hopper: d_key, d_value", PLAIN_ROWS | dict(batch=1), "with head dims to 32 is, without a bias (..., Sq, Sk), for 4194304 pairs and more, over"),
     ("backward: Hopper: d_query", LONG_ROWS | OF_KEYS, "with head dims to 32 is, beside a bias (..., 1, Sk), for more than 128 queries and keys, not 768 and 128"),
     ("backward: Hopper: d_key, d_value", LONG_ROWS | OF_KEYS, "with head dims to 32 is, beside a bias (..., 1, Sk), for more than 128 queries and keys, not 768 and 128"),
     ("backward: Hopper: d_query", PLAIN_ROWS, "with head dims to 32 leaves calls in which nothing tells the keys of a query apart to the portable kernel"),
@@ -668,7 +670,7 @@ def test_a_field_that_no_row_names_refuses_every_row() -> None:
             traits = Traits.of(further(*problem, slopes=slopes), query)._replace(family=family)
             reasons = [row._replace(targets=None).refusal(traits) or "" for row in (*dispatch.FORWARD, *dispatch.BACKWARD)]
             assert ["slopes" in reason for reason in reasons] == [refused] * len(reasons)
-            assert refused or dispatch.choose_forward(traits).row.name == ("Hopper" if family == "sm_90" else "portable")
+            assert refused or dispatch.choose_forward(traits).row.name == "portable"
     with pytest.raises(NotImplementedError, match="portable does not serve slopes"):
         dispatch.choose_forward(traits)
     with pytest.raises(NotImplementedError, match="portable: d_key, d_value does not serve slopes"):

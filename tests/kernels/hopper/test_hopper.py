@@ -198,8 +198,9 @@ def test_head_dims_to_32_are_taken_where_they_gain() -> None:
         assert serves(row, whole._replace(right=0))
         assert serves(row, problem(head_dim=32, length=2048, mask=torch.ones(2048, 2048, dtype=torch.bool)))
         assert serves(row, problem(head_dim=32, length=2048, bias=tensor(1, 1, 2048, 2048)))
-        assert serves(row, problem(head_dim=32, length=130, bias=tensor(1, 4, 1, 130)))
-        assert not serves(row, problem(head_dim=32, length=128, bias=tensor(1, 4, 1, 128)))
+        assert serves(row, problem(head_dim=32, length=1100, bias=tensor(1, 4, 1, 1100)))
+        assert not serves(row, problem(head_dim=32, length=700, mask=torch.ones(700, 700, dtype=torch.bool)))  # too few pairs
+        assert serves(row, problem(head_dim=32, length=130, bias=tensor(1, 4, 130, 136)[..., :130]))
     many = problem(head_dim=32, length=1024)
     assert serves("Hopper", many)
     assert not serves("Hopper: d_query", many)

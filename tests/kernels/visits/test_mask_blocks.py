@@ -142,7 +142,7 @@ def test_bits_are_those_of_the_mask(name: str, by_lists: bool, device: str) -> N
         (192, "b11k"),
     ],
 )
-@pytest.mark.parametrize("lengths", [(512, 60), (700, 900), (300, 130), (100, 40000), (300, 66100), (60, 515), (66100, 300)], ids=str)
+@pytest.mark.parametrize("lengths", [(600, 60), (700, 900), (300, 130), (100, 40000), (300, 66100), (60, 515), (66100, 300)], ids=str)
 def test_no_call_reads_bits_that_nobody_wrote(
     lengths: tuple[int, int], head_dim: int, bias: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
@@ -189,8 +189,9 @@ def test_no_call_reads_bits_that_nobody_wrote(
         )
     torch.testing.assert_close(out[:1].double(), expected, atol=0.03, rtol=0.03)
     assert all(x.isfinite().all() for x in gradients)
-    is_read = lengths[0] > (hopper_plans.FEW_QUERIES_WIDE if head_dim > 128 else hopper_plans.FEW_QUERIES)  # by kernels for Hopper
-    assert bool(made) == is_read or torch.cuda.get_device_capability() != (9, 0)
+    few = hopper_plans.FEW_QUERIES_WIDE if head_dim > 128 else hopper_plans.FEW_QUERIES  # queries, of which kernels for Hopper have none
+    are_split = lengths == (100, 40000) and (bias is not None or head_dim == 16)  # keys in the forward pass, and nobody reads bits in the other
+    assert bool(made) == (lengths[0] > few and not are_split) or torch.cuda.get_device_capability() != (9, 0)
 
 
 @pytest.mark.parametrize("device", KERNELS)
