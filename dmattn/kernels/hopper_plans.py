@@ -144,7 +144,7 @@ def _only_intervals(traits: Traits) -> str | None:
 def forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only where the portable kernel is not known to be the faster one."""
     if (_are_narrow(traits) or are_narrowest(traits)) and not traits.features.isdisjoint(PAIRWISE) and traits.features >= PACKED:
-        yield f"{_OF_NARROW} and to 32 leaves a mask (..., Sq, Sk) of packed sequences to the portable kernel, which is faster at 64"
+        yield f"{_OF_NARROW} or to 32 leaves a mask (..., Sq, Sk) of packed sequences to the portable kernel, which is faster at 64"
     if are_narrowest(traits):
         yield narrowest_forward(traits)
     yield on_hopper(traits, DIMS, loads_pairs=loads_pairs)

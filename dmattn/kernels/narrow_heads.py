@@ -1,4 +1,4 @@
-"""Where the portable kernels are faster than Hopper's for the narrowest heads, of head dims to 32: a part of several plans (plans.py).
+"""Where the portable kernels are faster than Hopper's for the narrowest heads, of head dims to 32: a part of several plans (hopper_plans.py).
 
 NVIDIA H200, 2026-11-29, from some 80 problems: docs/history.md, "Narrow heads once more".
 """
@@ -17,8 +17,8 @@ _OF_NARROWEST = "with head dims to 32"
 _TO_16 = "with head dims to 16"
 _PLAIN = EVERY | SOFTCAP | {f"{name} of {of}" for name in ("bias", "mask") for of in ("queries", "heads")}  # tells no keys of a query apart
 _SHORT = 128  # queries or keys to which the summary of a bias by key takes longer than it spares
-_LONG = 1024  # keys from which few programs, of 128 queries, are faster than twice as many of 64
-_FEW = 2  # of those programs for each processor
+_LONG = 1024  # keys over which the portable kernel is faster where Hopper's has few blocks
+_FEW = 2  # blocks of 128 queries for each processor
 # Of fewer pairs, over batch and heads, the GPU waits for the host, which takes 45 microseconds for a forward pass by Hopper's kernels and 32 by
 # the portable one, in the mean of eight such calls.
 _FEWEST = 1 << 22
@@ -60,7 +60,7 @@ def narrowest_query(traits: Traits) -> Iterator[str]:
             f"where queries and keys are multiples of {_GRANULE}"
         )
     if max(traits.head_dim, traits.value_dim) <= 16 and features.isdisjoint(PAIR_BIAS | INTERVALS | WINDOW):
-        yield f"{_TO_16} is for a bias (..., Sq, Sk), an IntervalMask or causal, as the portable kernel is faster for other calls"
+        yield f"{_TO_16} is for a bias (..., Sq, Sk), an IntervalMask, causal or a window, as the portable kernel is faster for other calls"
 
 
 @joined

@@ -147,7 +147,7 @@ def _go_by_lists(problem: Problem, choices: tuple[Choice, ...]) -> bool:
     """Whether all of these rows that read bits read none of a block without a pair.
 
     They do not if they look for blocks. Hopper's kernels go by lists then, where what they walk makes several tiles, and a list has room for
-    all of them, were they as small as any: of 32 keys, and for dK and dV of 32 queries.
+    all of them even with the smallest tiles: 32 keys, and for dK and dV 32 queries.
     """
     readers = [choice for choice in choices if choice.row.by_bits]
     walks_queries = any(not choice.row.makes.isdisjoint({D_KEY, D_VALUE}) for choice in readers)

@@ -165,8 +165,8 @@ def ruled(s, bias, hiding, rules, seq, rows, cols, EDGE: gl.constexpr):
             s = kept_by_bits(s, hiding.words)
         if rules.first is not None:
             s = _in_interval(s, hiding.rows2, hiding.middle2, hiding.length)
-        # One comparison for each pair, with bounds by query. Intervals hide what is past the keys' end themselves, and so do a mask by key and
-        # the bits of a mask, but not where packed sequences have ends of their own.
+        # One comparison for each pair, with bounds by query. Intervals hide what is past the keys' end themselves. So do a mask by key and the
+        # bits of a scanned mask, unless packed sequences have ends of their own.
         OF_KEYS: gl.constexpr = rules.mask is not None and rules.mask_cols is not None
         OF_PAIRS: gl.constexpr = rules.bits is not None and rules.blocks is None
         if rules.right is not None:

@@ -108,7 +108,7 @@ def _words(mask: Tensor) -> tuple[Tensor, int]:
 
 
 def _begin_at(x: Tensor, count: int) -> bool:
-    """Whether rows begin at multiples of so many bytes, and have as many, whatever the strides of axes of one element are."""
+    """Whether rows begin at multiples of so many bytes and are multiples of them long, whatever strides axes of one element have."""
     strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
     return all(x.element_size() * start % count == 0 for start in (x.shape[3], *strides, x.storage_offset())) and x.data_ptr() % count == 0
 
