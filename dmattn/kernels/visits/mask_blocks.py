@@ -108,9 +108,9 @@ def _words(mask: Tensor) -> tuple[Tensor, int]:
 
 
 def _begin_at(x: Tensor, count: int) -> bool:
-    """Whether rows begin at multiples of so many bytes and are multiples of them long, whatever strides axes of one element have."""
-    strides = [stride for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True) if size > 1]
-    return all(x.element_size() * start % count == 0 for start in (x.shape[3], *strides, x.storage_offset())) and x.data_ptr() % count == 0
+    """Whether rows begin at multiples of so many bytes and are multiples of them long; axes of one element are to have a stride of 0."""
+    starts = (x.shape[3], *x.stride()[:3], x.storage_offset())
+    return x.data_ptr() % count == 0 and all(x.element_size() * start % count == 0 for start in starts)
 
 
 def mask_lists(problem: Problem, block_m: int, block_n: int, by_key: bool = False, packed: Tensor | None = None) -> Any:
