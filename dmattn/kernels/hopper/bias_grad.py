@@ -22,8 +22,7 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
-from ..portable.bias_grad import Sharing, states_by_pairs, tiles_of
-from ..visits.mask_blocks import ATTENDED, GRANULE, HIDDEN
+from ..portable.bias_grad import Sharing, tiles_of
 from .addressing import copyable
 from .copies import (
     PANEL,
@@ -46,10 +45,8 @@ from .copies import (
 )
 from .loaded_pairs import load_pairs
 from .mask_words import words_of
+from .members import BLOCK_M, BLOCK_N, found, has_tile, look, member_after
 from .registers import Hiding, capped, exponent_factor, interval_of, load_vector, mask_of, ruled, up_to
-
-BLOCK_M = gl.constexpr(64)  # queries of a consumer
-BLOCK_N = gl.constexpr(128)
 
 
 class Config(NamedTuple):
@@ -107,7 +104,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
     sharing = sharing_of(problem, d_bias)
     parts = empty_parts(d_bias, sharing.splits)
     lse, delta = incoming.strided(heads)[1:]
-    states = states_by_pairs(problem) if problem.ends_q is None else None  # of packed sequences lengths alone leave members out
+    states = problem.states if problem.is_masked and problem.ends_q is None else None  # of packed sequences lengths alone leave members out
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
     launch(
         _shared_gradient_kernel,
@@ -207,10 +204,10 @@ def _produce(q, k, d_out, v, context, rules, groups, config: gl.constexpr):
     """Copy each member's tiles to shared memory, as far ahead as there are free stages; q, k, d_out and v are tensor descriptors."""
     if rules.states is not None or rules.first is not None:
         step = 0
-        looked = _look(context, rules, context.begin, WARPS=1)
+        looked = look(context, rules, context.begin, WARPS=1)
         for member in range(context.begin, context.end):
-            live = _found(looked, context, rules)[0]
-            looked = _look(context, rules, member + 1, WARPS=1)
+            live = found(looked, context, rules)[0]
+            looked = look(context, rules, member + 1, WARPS=1)
             if live:
                 seq = member_of(None, context.seq, member, context.sharing_heads, context.spread)
                 _copy_member(q, k, d_out, v, context, seq, groups, step, config)
@@ -223,58 +220,10 @@ def _produce(q, k, d_out, v, context, rules, groups, config: gl.constexpr):
         step, member = 0, context.begin
         while member < context.end:
             seq = member_of(rules.ends, context.seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
-            if _has_tile(context, rules, seq):
+            if has_tile(context, rules, seq):
                 _copy_member(q, k, d_out, v, context, seq, groups, step, config)
                 step += 1
-            member = _member_after(context, seq, member)
-
-
-@gluon.jit
-def _member_after(context, seq, member):
-    """The number of the member after a packed sequence's; that after all where no further one is long enough."""
-    return gl.where(context.row < seq.len_q, member + context.stride, context.end)
-
-
-@gluon.jit
-def _has_tile(context, rules, seq):
-    """Whether a packed sequence has a pair of the tile."""
-    row, col = context.row, context.col
-    seen = any_in_window(rules.left, rules.right, seq, row, col, 2 * BLOCK_M, BLOCK_N)
-    return (row < seq.len_q) & (col < seq.len_k) & seen
-
-
-@gluon.jit
-def _look(context, rules, member, WARPS: gl.constexpr):
-    """What says which pairs of the tile a member has, asked for a member ahead: states of a mask, or the intervals of keys.
-
-    All of it is in each of the WARPS that ask. Behind the last member it is that one's.
-    """
-    member = gl.minimum(member, context.end - 1)
-    seq = member_of(None, context.seq, gl.maximum(member, 0), context.sharing_heads, context.spread)
-    if rules.states is not None:
-        ACROSS: gl.constexpr = BLOCK_N // GRANULE
-        index = gl.arange(0, 2 * BLOCK_M // GRANULE * ACROSS, gl.BlockedLayout([1], [32], [WARPS], [0]))
-        row, col = context.row // GRANULE + index // ACROSS, context.col // GRANULE + index % ACROSS
-        pointers = slice_pointer(rules.states, seq) + row.to(gl.int64) * rules.states.row + col * rules.states.col
-        real = (row * GRANULE < seq.len_q) & (col * GRANULE < seq.len_k)
-        return (gl.load(pointers, mask=real, other=0).to(gl.int32),)
-    else:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
-        first = load_vector(rules.first, rules.first.row, seq, context.col, seq.len_k, 0, BLOCK_N, LAYOUT)
-        return first, load_vector(rules.last, rules.last.row, seq, context.col, seq.len_k, 0, BLOCK_N, LAYOUT)
-
-
-@gluon.jit
-def _found(looked, context, rules):
-    """(whether a mask or intervals leave a member a pair of the tile, whether they leave all), from what was looked at."""
-    if rules.states is not None:
-        return gl.max(looked[0] & ATTENDED, 0) != 0, gl.max(looked[0] & HIDDEN, 0) == 0
-    else:
-        first, last = looked
-        row = context.row
-        end = gl.minimum(row + 2 * BLOCK_M, context.seq.len_q)
-        live = gl.maximum(first, row) < gl.minimum(last, end)
-        return gl.max(live.to(gl.int32), 0) != 0, gl.min(((first <= row) & (last >= end)).to(gl.int32), 0) != 0
+            member = member_after(context, seq, member)
 
 
 @gluon.constexpr_function
@@ -325,32 +274,37 @@ def _consume(context, rules, lse, delta, parts, part_entry, LOADS: gl.constexpr,
         step, member = 0, context.begin
         while member < context.end:
             own = member_of(rules.ends, seq, member, context.sharing_heads, context.spread, rules.packed_blocks)
-            if _has_tile(context, rules, own):
-                total += _member(context, rules, lse, delta, own, row, step, which, config, EDGE=True)
+            if has_tile(context, rules, own):
+                terms = _terms(lse, delta, own, row, PAIRS)
+                total += _member(context, rules, terms, own, row, step, which, config, EDGE=True)
                 step += 1
-            member = _member_after(context, own, member)
+            member = member_after(context, own, member)
     elif rules.states is not None or rules.first is not None:
         hides = any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N)
         step = 0
-        looked = _look(context, rules, context.begin, WARPS=4)
+        looked = look(context, rules, context.begin, WARPS=4)
+        terms = _terms_ahead(context, lse, delta, context.begin, row, PAIRS)
         for member in range(context.begin, context.end):
-            live, full = _found(looked, context, rules)
-            looked = _look(context, rules, member + 1, WARPS=4)
+            live, full = found(looked, context, rules)
+            looked = look(context, rules, member + 1, WARPS=4)
+            now, terms = terms, _terms_ahead(context, lse, delta, member + 1, row, PAIRS)
             if live:
                 own = member_of(None, seq, member, context.sharing_heads, context.spread)
                 if hides | (not full):
-                    total += _member(context, rules, lse, delta, own, row, step, which, config, EDGE=True)
+                    total += _member(context, rules, now, own, row, step, which, config, EDGE=True)
                 else:
-                    total += _member(context, rules, lse, delta, own, row, step, which, config, EDGE=False)
+                    total += _member(context, rules, now, own, row, step, which, config, EDGE=False)
                 step += 1
     elif rules.mask is not None or any_hidden(rules.left, rules.right, seq, row, col, BLOCK_M, BLOCK_N):
         for member in range(context.begin, context.end):
             own = member_of(None, seq, member, context.sharing_heads, context.spread)
-            total += _member(context, rules, lse, delta, own, row, member - context.begin, which, config, EDGE=True)
+            terms = _terms(lse, delta, own, row, PAIRS)
+            total += _member(context, rules, terms, own, row, member - context.begin, which, config, EDGE=True)
     else:
         for member in range(context.begin, context.end):
             own = member_of(None, seq, member, context.sharing_heads, context.spread)
-            total += _member(context, rules, lse, delta, own, row, member - context.begin, which, config, EDGE=False)
+            terms = _terms(lse, delta, own, row, PAIRS)
+            total += _member(context, rules, terms, own, row, member - context.begin, which, config, EDGE=False)
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
     pointers = slice_pointer(parts, Sequence(part_entry, seq.head, seq.len_q, seq.len_k))
@@ -369,16 +323,30 @@ def _load_bias(context, rules, row, which: gl.constexpr, PAIRS: gl.constexpr):
 
 
 @gluon.jit
-def _member(context, rules, lse, delta, seq, row, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
-    """dS of the consumer's rows in one member, which is that of a step."""
+def _terms_ahead(context, lse, delta, member, row, PAIRS: gl.constexpr):
+    """:func:`_terms` of a member, asked for while the one before it is worked on; behind the last member they are that one's."""
+    member = gl.maximum(gl.minimum(member, context.end - 1), 0)
+    return _terms(lse, delta, member_of(None, context.seq, member, context.sharing_heads, context.spread), row, PAIRS)
+
+
+@gluon.jit
+def _terms(lse, delta, seq, row, PAIRS: gl.constexpr):
+    """lse and delta of the consumer's rows, [BLOCK_M] each."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    lse_rows = load_vector(lse, lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS)
+    return lse_rows, load_vector(delta, delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS)
+
+
+@gluon.jit
+def _member(context, rules, terms, seq, row, step, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """dS of the consumer's rows in one member, which is that of a step and has these :func:`_terms`."""
     tiles, barriers = context.tiles, context.barriers
     PAIRS: gl.constexpr = config.PAIRS
     ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
     EARLY: gl.constexpr = len(_panels(config.DIM))
     WIDTHS: gl.constexpr = _panels(config.DIM) + _panels(config.DIM_V)
     turn = step * len(WIDTHS)
-    lse_rows = load_vector(lse, lse.row, seq, row, seq.len_q, float("inf"), BLOCK_M, ROWS)  # [BLOCK_M]
-    delta_rows = load_vector(delta, delta.row, seq, row, seq.len_q, 0.0, BLOCK_M, ROWS)  # [BLOCK_M]
+    lse_rows, delta_rows = terms
     rows = gl.arange(0, BLOCK_M, ROWS)[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
