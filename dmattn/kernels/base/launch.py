@@ -19,6 +19,7 @@ from ...rehearsal import Pass, following
 from .ahead import Ahead, begin_hashing, hashed
 from .assembler import assembling_for
 from .device import device_family, rehearsing
+from .keys import settle
 from .overlap import overlap_options
 
 
@@ -48,6 +49,7 @@ def on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def launch(kernel: Any, programs: int, **arguments: Any) -> None:
     """Launch a kernel on a grid of one axis; `arguments` are its own and Triton's options. In a rehearsal, compile it."""
+    settle(kernel)
     if rehearsing():
         kernel.warmup(grid=(programs,), **arguments, **overlap_options())
         return

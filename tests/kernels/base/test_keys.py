@@ -1,0 +1,40 @@
+"""A process finds in Triton's cache what another has compiled, whatever either of them compiled before."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dmattn.execution.backend import interpreting
+
+pytest.importorskip("triton", reason="the kernels need Triton")
+pytestmark = pytest.mark.skipif(interpreting(), reason="the interpreter has no cache")
+
+KEYS = """
+import importlib, json, pkgutil, sys
+import dmattn.kernels
+from dmattn.kernels.base.keys import settle
+
+kernels = {}
+for found in pkgutil.walk_packages(dmattn.kernels.__path__, "dmattn.kernels."):
+    module = importlib.import_module(found.name)
+    kernels |= {f"{found.name}.{name}": x for name, x in vars(module).items() if name.endswith("_kernel") and x.__module__ == found.name}
+for name in sorted(kernels, reverse=sys.argv[1] == "backwards"):
+    settle(kernels[name])
+    kernels[name] = kernels[name].cache_key
+print(json.dumps(kernels))
+"""
+
+
+def test_keys_do_not_depend_on_the_order_of_compilations() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", KEYS, order], stdout=subprocess.PIPE, env=environment, text=True)
+        for order in ("forwards", "backwards")
+    ]
+    forwards, backwards = (json.loads(process.communicate()[0]) for process in processes)
+    assert len(forwards) > 40
+    assert forwards == backwards
