@@ -24,6 +24,7 @@ _RESULTS = frozenset({"out", "d_out", "d_query"})
 _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
 _OF_NARROW = "with head dims of 64"
 _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
+_PADDED_KEYS = 640  # likewise for the gradient of a shared bias, beside a mask of keys
 LEAST_SOFTCAP = 2.0**-40  # leaves room for the scale over it
 _OF_PRODUCTS = frozenset({"bias of keys", "bias of distances"})
 FEW_QUERIES = 64  # of which Hopper's kernels make one block: up to so many the portable kernels are no slower
@@ -272,8 +273,13 @@ def interval_keys(traits: Traits) -> Iterator[str | None]:
 @joined
 def shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
     """Narrow heads only where the portable kernel is slower."""
-    if _are_narrow(traits) and not traits.features.isdisjoint({"mask of keys"} | INTERVALS):
-        yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) and an IntervalMask to the portable kernel, which is faster"
+    if _are_narrow(traits) and not traits.features.isdisjoint(INTERVALS):
+        yield f"{_OF_NARROW} leaves an IntervalMask to the portable kernel, which is faster"
+    if _are_narrow(traits) and "mask of keys" in traits.features:
+        if not traits.features.isdisjoint(WINDOW | PACKED):
+            yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) beside causal, a window or packed sequences to the portable kernel, which is faster"
+        if traits.len_k < _PADDED_KEYS:
+            yield f"{_OF_NARROW} beside a mask (..., 1, Sk) is for at least {_PADDED_KEYS} keys, not {traits.len_k}"
     if traits.features >= PACKED and not traits.features.isdisjoint(MASKS - {"mask of keys"}):
         yield "serves no mask of packed sequences but one (..., 1, Sk)"
     if "intervals" in traits.features and traits.features >= WINDOW:
