@@ -134,7 +134,7 @@ def test_a_bad_option_is_one_sentence_that_says_what_there_is(script, arguments,
 
 
 @pytest.mark.parametrize(
-    "script", ["speed.py", "memory.py", "dynamic_mask.py", "host_time.py", "transformers_models.py", "context_parallel.py"]
+    "script", ["speed.py", "memory.py", "dynamic_mask.py", "host_time.py", "first_calls.py", "transformers_models.py", "context_parallel.py"]
 )
 def test_full_sizes_are_not_left_to_a_cpu(script, monkeypatch, capsys):
     if script == "transformers_models.py":
@@ -354,6 +354,16 @@ def test_host_time_measures_every_step_of_both(tmp_path):
             assert all(time > 0 for time in times.values())
     assert any("windows_49" in line for line in printed)
     assert any("the computation included" in line for line in printed)
+
+
+def test_first_calls_have_a_process_each(tmp_path):
+    code, printed, result = run("first_calls.py", tmp_path, "--tiny")
+    assert code == 0
+    check_environment(result["environment"], "first_calls.py")
+    (record,) = result["problems"]
+    assert list(record["seconds"]) == ["empty", "compiled", "used"]
+    assert all(time > 0 for time in record["seconds"].values())
+    assert any("tiny" in line for line in printed)
 
 
 def test_speed_plots_a_result_file(tmp_path, monkeypatch, capsys):
