@@ -87,6 +87,8 @@ _ROWS = (
     Workload("t5_odd_1001", 8, 12, 12, 1001, 1001, 64, bias="1hqk", like="T5"),
     Workload("t5_1024", 8, 12, 12, 1024, 1024, 64, bias="1hqk", like="T5"),
     Workload("t5_512_pad", 16, 12, 12, 512, 512, 64, bias="1hqk", padded=True, like="T5"),
+    Workload("t5_1000_pad", 8, 12, 12, 1000, 1000, 64, bias="1hqk", padded=True, like="T5"),
+    Workload("bias_pad_1024_d128", 16, 16, 16, 1024, 1024, 128, bias="1hqk", padded=True),
     Workload("swin_49", 4096, 12, 12, 49, 49, 32, bias="1hqk", like="Swin"),
     Workload("swin_own_49", 2048, 6, 6, 49, 49, 32, bias="bhqk", like="Swin"),
     Workload("graphs_128_d24", 64, 32, 32, 128, 128, 24, bias="bhqk", padded=True, like="Graphormer"),
@@ -127,6 +129,8 @@ _ROWS = (
     Workload("bias_d160", 2, 8, 8, 2048, 2048, 160, bias="1hqk"),
     Workload("bias_192_128", 1, 16, 16, 2048, 2048, 192, value_dim=128, bias="bhqk", causal=True),
     Workload("bias_fp16", 4, 16, 16, 2048, 2048, 64, bias="1hqk", dtype="fp16"),
+    Workload("swin_49_fp32", 1024, 12, 12, 49, 49, 32, bias="1hqk", dtype="fp32"),
+    Workload("triangle_256_fp32", 128, 4, 4, 256, 256, 32, bias="1hqk", padded=True, dtype="fp32"),
     Workload("bias_fp32", 1, 8, 8, 2048, 2048, 64, bias="1hqk", dtype="fp32"),
     # other biases
     Workload("bias_key_d64", 4, 16, 16, 4096, 4096, 64, bias="bh1k"),
