@@ -251,12 +251,23 @@ def _of_keys(name: str, sizes: tuple[int, ...], full: tuple[int, ...], axes: str
 
 
 def hint_of_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> str:
-    """What a message adds about sizes along more axes than there are, or fewer; empty where that is not what is wrong."""
+    """What a message adds about sizes along more axes than there are, or fewer, or exchanged ones; empty where that is not what is wrong."""
     if len(sizes) > len(full):
         return _with_fewer_axes(name, sizes, full, kv_heads, head_axis)
+    if name in ("mask", "bias") and (orders := _in_other_orders(name, sizes, full, kv_heads, head_axis)):
+        return f"; {_one_of(orders, 'its axes are')} fits"
     ways = _with_one_axis_more(name.rpartition(".")[2], sizes, full, kv_heads, head_axis)
     ways = [way + _in_mask(name) for way in ways]
     return f"; with the axis that is missing {_one_of(ways, 'its axes are')}" if ways else ""
+
+
+def _in_other_orders(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> list[str]:
+    """What puts keys behind queries, or heads before both, of sizes which then broadcast."""
+    orders = {f"{name}.mT": (*sizes[:-2], *sizes[:-3:-1])} if len(sizes) > 1 else {}
+    if len(sizes) > 2:
+        orders[f"{name}.movedim(-1, -3)"] = (*sizes[:-3], sizes[-1], *sizes[-3:-1])
+    missing = (1,) * (len(full) - len(sizes))
+    return [way for way, those in orders.items() if sizes_fit(missing + those, full, kv_heads, head_axis)]
 
 
 def _with_one_axis_more(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> list[str]:

@@ -148,8 +148,15 @@ class IntervalMask:
         """The same mask on another device."""
         return _of_intervals(*((first.to(device), last.to(device)) for first, last in self._intervals), len_q=self.len_q)
 
-    def to_dense(self, len_q: int) -> Tensor:
-        """The same mask as a bool tensor of shape (..., len_q, Sk), True where query attends key. O(len_q * Sk) memory."""
+    def to_dense(self, len_q: int | None = None) -> Tensor:
+        """The same mask as a bool tensor of shape (..., len_q, Sk), True where query attends key. O(len_q * Sk) memory.
+
+        `len_q` is by default the one that the mask was made for, and is needed where it was made for none.
+        """
+        if len_q is None:
+            if self.len_q is None:
+                raise ValueError("dmattn: IntervalMask.to_dense: len_q: expected an integer, as the mask was made for no number of queries")
+            len_q = self.len_q
         check_lengths("to_dense", len_q=len_q)
         if self.len_q is not None and len_q != self.len_q:
             raise ValueError(f"dmattn: IntervalMask.to_dense: len_q: expected {self.len_q}, for which the mask was made, received {len_q}")

@@ -385,6 +385,12 @@ def test_the_version_is_printed(capsys):
         ("explain --query=1,2,64,32 --maks=64,64", "dmattn explain: error: unknown option '--maks': did you mean '--mask'?"),
         ("explain --query 1,2,64,32 -causal", "dmattn explain: error: unknown option '-causal': did you mean '--causal'?"),
         ("explain --zzzz 1", "dmattn explain: error: unknown option '--zzzz'"),
+        ("explain --query 1,2,64,32 --causal 1", "dmattn explain: error: unexpected word '1': --causal has no value"),
+        ("info now", "dmattn info: error: unexpected word 'now'"),
+        (
+            "explain --query 1,2,64,32 --bias-dtype fp32",
+            "dmattn explain: error: --bias-dtype: expected a --bias or --bias-table, received float32 alone",
+        ),
         ("explain --dtype BF16", "expected one of float16, bfloat16, float32, float64, received BF16: did you mean 'bfloat16'?"),
         ("explain --dtype int8", "argument --dtype: expected one of float16, bfloat16, float32, float64, received int8"),
         ("completion bsh", "argument shell: expected one of bash, zsh, fish, received bsh: did you mean 'bash'?"),

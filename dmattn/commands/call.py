@@ -81,6 +81,8 @@ def described(options: argparse.Namespace, device: str) -> tuple[tuple[Any, Any,
         bias = RelativeBias(tensor(options.bias_table, options.bias_dtype or options.dtype), options.bias_zero)
     elif options.bias_zero is not None:
         raise ValueError(f"dmattn: --bias-zero: expected a --bias-table, received {options.bias_zero} alone")
+    elif bias is None and options.bias_dtype is not None:
+        raise ValueError(f"dmattn: --bias-dtype: expected a --bias or --bias-table, received {options.bias_dtype} alone")
     given = {name: getattr(options, name) for name in ("causal", "window", "scale", "softcap", "dropout_p")}
     sinks = tensor(options.query[-3:-2], options.dtype) if options.sinks else None
     return (query, key, value), dict(bias=bias, mask=mask, sinks=sinks, **given)

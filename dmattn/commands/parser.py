@@ -43,7 +43,16 @@ class Parser(argparse.ArgumentParser):
             option = word.partition("=")[0]
             if re.match("--?[A-Za-z]", option) and option[:2] not in known and not any(name.startswith(option) for name in known):
                 self.error(f"unknown option '{option}'{self._of_a_command(option, given) or suggestion(option, known)}")
-        return super().parse_known_args(given, namespace)
+        found, left = super().parse_known_args(given, namespace)
+        if left and self._subparsers is None:
+            self.error(f"unexpected word '{left[0]}'{self._of_a_switch(left[0], given)}")
+        return found, left
+
+    def _of_a_switch(self, word: str, given: Sequence[str]) -> str:
+        """That the option before a word has no value."""
+        before = given[given.index(word) - 1] if given.index(word) else ""
+        action = self._option_string_actions.get(before)
+        return f": {before} has no value" if action is not None and action.nargs == 0 else ""
 
     def _of_a_command(self, option: str, given: Sequence[str]) -> str:
         """Where to put an option that a command has, the one that is given first of all."""
