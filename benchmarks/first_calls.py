@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one")
-    parser.add_argument("--tiny", action="store_true", help="one small problem, for trying the code")
+    parser.add_argument("--tiny", action="store_true", help="one small problem in place of these, for trying the code")
     parser.add_argument("--problems", nargs="+", choices=PROBLEMS, default=list(PROBLEMS), metavar="NAME", help="by default all of %(choices)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--one", metavar="CALL", help=argparse.SUPPRESS)
@@ -71,7 +71,9 @@ def measured(name: str, call: str, device: torch.device, tiny: bool) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         for cache in CACHES:
             if cache == "compiled" and device.type == "cuda":
-                _run(["-m", "dmattn", "compile", "--arch", _family(device), "--like", _file(folder, call)], f"{folder}/compiled")
+                processors = str(torch.cuda.get_device_properties(device).multi_processor_count)
+                target = ["--arch", _family(device), "--processors", processors]
+                _run(["-m", "dmattn", "compile", *target, "--like", _file(folder, call)], f"{folder}/compiled")
             one = [__file__, "--one", call, "--device", str(device), *(["--tiny"] if tiny else [])]
             seconds[cache] = json.loads(_run(one, f"{folder}/{'compiled' if cache == 'used' else cache}").splitlines()[-1])
     return {"problem": name, "call": call, "seconds": seconds}
@@ -86,8 +88,8 @@ def first_call(call: str, device: torch.device) -> float:
         learned.append((bias.table if isinstance(bias, dmattn.RelativeBias) else bias).requires_grad_())
     if device.type == "cuda":
         from dmattn import kernels  # noqa: F401 - and with them Triton
-    d_out = torch.ones((64, 64), device=device) @ torch.ones((64, 64), device=device)  # the GPU has been used then
-    d_out = d_out.to(query.dtype).flatten()[:1].expand(value.shape[-1]).expand(*query.shape[:-1], value.shape[-1]).contiguous()
+    torch.ones((64, 64), device=device).mm(torch.ones((64, 64), device=device))  # the GPU has been used then
+    d_out = torch.ones((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=device)
     _wait(device)
     start = time.perf_counter()
     out = dmattn.attention(*learned[:3], **given)

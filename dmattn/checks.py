@@ -254,20 +254,26 @@ def hint_of_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_he
     """What a message adds about sizes along more axes than there are, or fewer, or exchanged ones; empty where that is not what is wrong."""
     if len(sizes) > len(full):
         return _with_fewer_axes(name, sizes, full, kv_heads, head_axis)
-    if name in ("mask", "bias") and (orders := _in_other_orders(name, sizes, full, kv_heads, head_axis)):
-        return f"; {_one_of(orders, 'its axes are')} fits"
     ways = _with_one_axis_more(name.rpartition(".")[2], sizes, full, kv_heads, head_axis)
-    ways = [way + _in_mask(name) for way in ways]
-    return f"; with the axis that is missing {_one_of(ways, 'its axes are')}" if ways else ""
+    hints = [f"with the axis that is missing {_one_of([way + _in_mask(name) for way in ways], 'its axes are')}"] if ways else []
+    if name in OF_PAIRS:
+        hints += _in_another_order(name, sizes, full, kv_heads)
+    return f"; {', or '.join(hints)}" if hints else ""
 
 
-def _in_other_orders(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> list[str]:
-    """What puts keys behind queries, or heads before both, of sizes which then broadcast."""
-    orders = {f"{name}.mT": (*sizes[:-2], *sizes[:-3:-1])} if len(sizes) > 1 else {}
-    if len(sizes) > 2:
-        orders[f"{name}.movedim(-1, -3)"] = (*sizes[:-3], sizes[-1], *sizes[-3:-1])
+def _in_another_order(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> list[str]:
+    """What puts keys behind queries, or heads before both, of sizes of pairs that may be in another order.
+
+    The first of three axes may be of heads or of batch entries, so that those are not exchanged.
+    """
     missing = (1,) * (len(full) - len(sizes))
-    return [way for way, those in orders.items() if sizes_fit(missing + those, full, kv_heads, head_axis)]
+    *leading, rows, cols = (1, *sizes)
+    if min(rows, cols) > 1 and len(sizes) != 3 and sizes_fit((*missing, *leading[1:], cols, rows), full, kv_heads, -3):
+        return [f"{name}.mT if its last axes are keys, queries"]
+    *leading, len_q, len_k, heads = (1, 1, *sizes)
+    if min(len_q, len_k, heads) > 1 and sizes_fit((*missing, *leading[2:], heads, len_q, len_k), full, kv_heads, -3):
+        return [f"{name}.movedim(-1, -3) if its last axis is heads"]
+    return []
 
 
 def _with_one_axis_more(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int, head_axis: int) -> list[str]:

@@ -155,7 +155,9 @@ class IntervalMask:
         """
         if len_q is None:
             if self.len_q is None:
-                raise ValueError("dmattn: IntervalMask.to_dense: len_q: expected an integer, as the mask was made for no number of queries")
+                raise ValueError(
+                    "dmattn: IntervalMask.to_dense: len_q: expected an integer, received None, and the mask knows no number of queries"
+                )
             len_q = self.len_q
         check_lengths("to_dense", len_q=len_q)
         if self.len_q is not None and len_q != self.len_q:

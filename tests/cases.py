@@ -666,6 +666,8 @@ HOPPER = (
     Case("hopper-higher-scores-several-blocks-a-program-393x900", 393, 900, batch=5, heads=9, head_dim=128, bias="b11k", scale=8.0, reason="the same, several blocks a program"),
     Case("hopper-shared-bias-key-mask-264x392", 264, 392, batch=10, heads=2, head_dim=72, bias="1hqk", mask="b11k", keep="padding", reason="dBias in a pass of its own beside a mask by key"),
     Case("hopper-shared-bias-key-mask-window-300x523", 300, 523, batch=7, heads=3, head_dim=128, bias="1hqk", mask="b11k", keep="padding", window=(200, 60), reason="the same in a window, past the end of tiles"),
+    Case("hopper-shared-bias-query-mask-264x391", 264, 391, batch=10, heads=2, head_dim=128, bias="1hqk", mask="b1q1", reason="states by query, members that keep all of a tile at the keys' end"),
+    Case("hopper-shared-bias-mask-of-heads-264x391", 264, 391, batch=10, heads=3, head_dim=96, bias="1hqk", mask="bh11", reason="states of a (batch, head), which a mask leaves out whole"),
     Case("hopper-64-shared-bias-key-mask-200x712", 200, 712, batch=10, heads=2, head_dim=64, bias="1hqk", mask="b11k", keep="padding", reason="from 640 keys on at head dim 64 too"),
     Case("hopper-shared-bias-key-mask-by-head-causal-329x333", 329, 333, batch=9, heads=4, kv_heads=2, head_dim=128, bias="11qk", mask="bh1k", keep="padding", causal=True, reason="the same, of each head, with a bias that is copied"),
     Case("hopper-rows-shared-bias-of-three-136x200", 136, 200, leading="bn", batch=4, head_dim=64, bias="b1hqk", reason="dQ and dBias of few members together, side by side"),

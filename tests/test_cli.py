@@ -386,6 +386,9 @@ def test_the_version_is_printed(capsys):
         ("explain --query 1,2,64,32 -causal", "dmattn explain: error: unknown option '-causal': did you mean '--causal'?"),
         ("explain --zzzz 1", "dmattn explain: error: unknown option '--zzzz'"),
         ("explain --query 1,2,64,32 --causal 1", "dmattn explain: error: unexpected word '1': --causal has no value"),
+        ("explain --query 1,2,64,32 --causal=True", "dmattn explain: error: unexpected value 'True': --causal has none"),
+        ("explain --query 1 2 64 32", "dmattn explain: error: unexpected word '2': the value of --query is one word, as in 1,2"),
+        ("explain --query 1,2,64,32 --window 8 0", "dmattn explain: error: unexpected word '0': the value of --window is one word, as in 8,0"),
         ("info now", "dmattn info: error: unexpected word 'now'"),
         (
             "explain --query 1,2,64,32 --bias-dtype fp32",

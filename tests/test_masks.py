@@ -236,7 +236,7 @@ def test_a_mask_fits_the_number_of_queries_it_was_made_for() -> None:
     with pytest.raises(ValueError, match="to_dense: len_q: expected 3, for which the mask was made, received 4"):
         IntervalMask.causal(3, 3).to_dense(4)
     assert torch.equal(IntervalMask.causal(3, 3).to_dense(), IntervalMask.causal(3, 3).to_dense(3))
-    with pytest.raises(ValueError, match="to_dense: len_q: expected an integer, as the mask was made for no number of queries"):
+    with pytest.raises(ValueError, match="to_dense: len_q: expected an integer, received None, and the mask knows no number of queries"):
         IntervalMask(torch.zeros(3, dtype=torch.int32), torch.full((3,), 3, dtype=torch.int32)).to_dense()
     attention(query, key, key, mask=IntervalMask.causal(9, 9).to("cpu") & IntervalMask.causal(9, 9))
 

@@ -103,4 +103,4 @@ def line_of(text: str) -> argparse.Namespace:
     """
     parser = _LineParser(add_help=False)
     add_call(parser)
-    return parser.parse_args(shlex.split(text))
+    return parser.parse_args(shlex.split(text, comments=True))

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("compile", help="compile the kernels of calls into Triton's cache, for a GPU that need not be there")
     parser.add_argument("--arch", required=True, metavar="FAMILY", help=f"family of GPUs, such as {', '.join(PEAKS)}")
     parser.add_argument("--processors", type=positive, help=PROCESSORS)
-    parser.add_argument("--like", required=True, metavar="FILE", help="a call in each line, with the options of `explain`")
+    parser.add_argument("--like", required=True, metavar="FILE", help="a call in each line, with those options of `explain` that describe it")
     add_json(parser)
     parser.set_defaults(run=partial(run, parser))
 

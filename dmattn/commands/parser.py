@@ -40,19 +40,29 @@ class Parser(argparse.ArgumentParser):
             own = takewhile(lambda word: word.startswith("-"), own)
         known = self._option_string_actions
         for word in own:
-            option = word.partition("=")[0]
+            option, is_valued, value = word.partition("=")
             if re.match("--?[A-Za-z]", option) and option[:2] not in known and not any(name.startswith(option) for name in known):
                 self.error(f"unknown option '{option}'{self._of_a_command(option, given) or suggestion(option, known)}")
+            if is_valued and self._is_switch(option):
+                self.error(f"unexpected value '{value}': {option} has none")
         found, left = super().parse_known_args(given, namespace)
-        if left and self._subparsers is None:
-            self.error(f"unexpected word '{left[0]}'{self._of_a_switch(left[0], given)}")
+        words = [word for word in left if word != "--"]
+        if words and self._subparsers is None:
+            self.error(f"unexpected word '{words[0]}'{self._of_option(words[0], given)}")
         return found, left
 
-    def _of_a_switch(self, word: str, given: Sequence[str]) -> str:
-        """That the option before a word has no value."""
-        before = given[given.index(word) - 1] if given.index(word) else ""
-        action = self._option_string_actions.get(before)
-        return f": {before} has no value" if action is not None and action.nargs == 0 else ""
+    def _is_switch(self, option: str) -> bool:
+        action = self._option_string_actions.get(option)
+        return action is not None and action.nargs == 0
+
+    def _of_option(self, word: str, given: Sequence[str]) -> str:
+        """What the option before a word has as its value."""
+        before = list(given[: len(given) - list(given)[::-1].index(word)])
+        values = list(takewhile(lambda each: not each.startswith("-"), reversed(before)))[::-1]
+        option = before[-len(values) - 1] if len(values) < len(before) else ""
+        if option not in self._option_string_actions:
+            return ""
+        return f": {option} has no value" if self._is_switch(option) else f": the value of {option} is one word, as in {','.join(values)}"
 
     def _of_a_command(self, option: str, given: Sequence[str]) -> str:
         """Where to put an option that a command has, the one that is given first of all."""

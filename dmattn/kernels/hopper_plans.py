@@ -277,7 +277,7 @@ def shared(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         yield f"{_OF_NARROW} leaves an IntervalMask to the portable kernel, which is faster"
     if _are_narrow(traits) and "mask of keys" in traits.features:
         if not traits.features.isdisjoint(WINDOW | PACKED):
-            yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) beside causal, a window or packed sequences to the portable kernel, which is faster"
+            yield f"{_OF_NARROW} leaves a mask (..., 1, Sk) beside causal, a window or packed sequences to the portable kernel"
         if traits.len_k < _PADDED_KEYS:
             yield f"{_OF_NARROW} beside a mask (..., 1, Sk) is for at least {_PADDED_KEYS} keys, not {traits.len_k}"
     if traits.features >= PACKED and not traits.features.isdisjoint(MASKS - {"mask of keys"}):

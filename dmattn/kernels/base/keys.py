@@ -27,13 +27,16 @@ def settle(kernel: Any) -> None:
 def _look_at(function: Any) -> None:
     if not hasattr(type(function), "cache_key") or id(function) in _looked_at:  # not asked of the function, which would make the key
         return
-    _looked_at.add(id(function))
+    if function.fn.__module__.startswith("triton."):  # they have no such constants, and Triton 3.5 makes no key of some
+        return
     names, known = _names_in(function.fn.__code__), function.fn.__globals__
     used = [known[name] for name in names if name in known]
     modules = [value for value in used if isinstance(value, ModuleType)]
     for value in used + [vars(module)[name] for module in modules for name in names if name in vars(module)]:
-        _look_at(value)
+        if value is not function:
+            _look_at(value)
     _ = function.cache_key
+    _looked_at.add(id(function))
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -131,7 +131,10 @@ def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
 
 
 def states_by_pairs(problem: Problem) -> Tensor | None:
-    """The states of a mask that differs among queries, by which members without a pair of a tile are left out; else None."""
+    """The states of a mask that differs among queries, by which members without a pair of a tile are left out; else None.
+
+    To look at those of a mask by key, as Hopper's kernel does, was slower here (docs/history.md, "A shared dBias beside masks").
+    """
     return problem.states if problem.is_masked and (problem.bits is not None or problem.mask.shape[2] > 1) else None
 
 

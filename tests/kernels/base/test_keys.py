@@ -29,6 +29,22 @@ print(json.dumps(kernels))
 """
 
 
+def test_launches_settle_the_key_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dmattn.kernels.base import launch
+
+    told: list[str] = []
+
+    class Kernel:
+        def warmup(self, **arguments: object) -> None:
+            told.append("compiled")
+
+    monkeypatch.setattr(launch, "settle", lambda kernel: told.append("settled"))
+    monkeypatch.setattr(launch, "rehearsing", lambda: True)
+    monkeypatch.setattr(launch, "overlap_options", dict)
+    launch.launch(Kernel(), 1)
+    assert told == ["settled", "compiled"]
+
+
 def test_keys_do_not_depend_on_the_order_of_compilations() -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     processes = [

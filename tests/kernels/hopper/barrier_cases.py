@@ -50,12 +50,15 @@ class Case:
     lengths: list[tuple[int, int]]  # queries and keys of each sequence; of each head, once there are heads
     visits: list[tuple[int, int]]  # by head: how many partial and full blocks its list names
     alive: list[list[tuple[int, int]]] = field(default_factory=list)  # by head and key, if there are intervals: the queries [first, end)
+    found: dict[tuple[int, int, int], tuple[bool, bool]] = field(
+        default_factory=dict
+    )  # by head and tile of dBias: what a mask leaves, some or all
 
     @property
     def rules(self) -> Rules:
         of_pairs = Anything()
         of_pairs.group, of_pairs.whole = 1, (1,) * EVEN.value  # query heads of each of its heads, and that two numbers of it lie in a word
-        kinds = {"lists": dict(lists=1), "packed": dict(ends=1), "table": dict(table=Anything())}
+        kinds = {"lists": dict(lists=1), "packed": dict(ends=1), "table": dict(table=Anything()), "states": dict(states=Anything())}
         kinds["bias of pairs"] = kinds["bias loaded"] = dict(bias=of_pairs, bias_rows=1, bias_cols=1)
         kinds["bias of keys"] = dict(bias=Anything(), bias_by_key=1, bias_cols=1)
         numbers = dict(left=self.left, right=self.right, scale=1.0, distances=self.distances, zero=self.zero)
@@ -69,7 +72,13 @@ class Case:
             return False
         if self.kind == "lists" and self.visit_of(query, key) >= sum(self.visits[head]):
             return False
+        if not self.found_at(head, query, key)[0]:
+            return False
         return not self.alive or query in range(*self.alive[head][key])
+
+    def found_at(self, head: int, query: int, key: int) -> tuple[bool, bool]:
+        """Whether a mask leaves some pair, and all, of the tile of dBias that has this one."""
+        return self.found.get((head, query // (2 * self.block_m), key // self.block_n), (True, True))
 
     def visit_of(self, query: int, key: int) -> int:
         """The place in a list of the block that has this pair."""
@@ -83,7 +92,7 @@ class Case:
         place = self.zero + key - (query + len_k - len_q)
         has_number = tile.number is None or (place <= 0 if tile.number == LOWEST else place >= self.distances - 1)
         is_full = self.kind != "lists" or self.visit_of(query, key) >= self.visits[tile.head][0]
-        return has_number and self.kept(tile.head, query, key) and is_full
+        return has_number and self.kept(tile.head, query, key) and is_full and self.found_at(tile.head, query, key)[1]
 
     def pairs(self, tile: Tile) -> list[tuple[int, int]]:
         return [(i, start + j) for i in range(tile.row, tile.row + self.block_m) for start in tile.starts for j in range(self.sub)]

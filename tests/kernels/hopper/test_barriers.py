@@ -37,11 +37,12 @@ KINDS = {
     "dK and dV": (*EVERYWHERE, "packed", "lists", "table", "bias of keys"),
     "dK and dV by intervals": (*EVERYWHERE, "bias of keys"),
     "dQ, dK and dV": (*EVERYWHERE, "keys without rows", "lists"),
-    "dBias": (*EVERYWHERE, "packed"),
+    "dBias": (*EVERYWHERE, "packed", "states"),
 }
+FOUND = ((False, False), (True, False), (True, True))  # what a mask leaves of a tile: some pair, all pairs
 FORWARD = (*SHARED, "hopper/walk.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
 QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/query_tile.py", "hopper/query_grad.py")
-BIAS_GRAD = (*SHARED, "hopper/bias_grad.py")
+BIAS_GRAD = (*SHARED, "hopper/members.py", "hopper/bias_grad.py")
 
 
 def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
@@ -194,7 +195,10 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
     per_part = -(-members // splits)
     splits = -(-members // per_part)
     len_q, len_k = (max(lengths) for lengths in zip(*case.lengths, strict=True))
-    language, done = Language(-(-len_q // (2 * case.block_m)) * -(-len_k // case.block_n) * splits), list[Tile]()
+    rows, cols = range(-(-len_q // (2 * case.block_m))), range(-(-len_k // case.block_n))
+    language, done = Language(len(rows) * len(cols) * splits), list[Tile]()
+    if kind == "states":
+        case.found = {(member, i, j): chance.choice(FOUND) for member in range(members) for i in rows for j in cols}
 
     def product_under_way(rows: tuple, cols: tuple, sums: Any, use_acc: bool) -> Products:
         former = sums if use_acc else Products()
@@ -208,10 +212,9 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
     names = functions(case, BIAS_GRAD, language, change, allocate_pairs=lambda bias, count, *shape: Several(Place, count))
     add = names["_member"]
 
-    def _member(
-        context: Any, rules: Any, lse: Any, delta: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool
-    ) -> Generator:
-        made = yield from add(context, rules, lse, delta, seq, row, step, which, config, EDGE)
+    def _member(context: Any, rules: Any, terms: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool) -> Generator:
+        assert terms[0].holds == (seq.head, row), "terms of another member"
+        made = yield from add(context, rules, terms, seq, row, step, which, config, EDGE)
         factors = ("q", row, "k", context.col, config.DIM), ("d_out", row, "v", context.col, config.DIM_V)
         panels = [(*ends, panel) for *ends, dim in factors for panel in range(0, dim, 64)]
         assert [what for _, what in made.holds] == [
@@ -226,6 +229,9 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
         copy=lambda source, at, full, place: full.copies.append((place, (source.holds, *at))),
         capped=lambda s, rules: s, ruled=lambda s, *more: s, up_to=lambda s, *more: s, Sequence=Sequence,
         member_of=lambda ends, seq, member, *more: Sequence(0, member, *case.lengths[member]),
+        look=lambda context, rules, member, WARPS: min(member, context.end - 1),
+        found=lambda member, context, rules: case.found_at(member, context.row, context.col),
+        load_vector=lambda x, stride, seq, row, *more: Anything((seq.head, row)),
     )  # fmt: skip
     given = dict(
         q=Anything("q"), k=Anything("k"), v=Anything("v"), d_out=Anything("d_out"), bias=Anything("bias") if chance.random() < 0.5 else None,
@@ -289,7 +295,10 @@ DEEP = " " * 16  # as these stand
         (INTERVALS, "window", "allocate_barriers(STAGES, 2 if SPLIT else 1)", "allocate_barriers(STAGES, 1)", "dO of other queries"),
         ("dBias", "plain", "if i > 0 and i <= EARLY:", "if False:", WAITS),
         ("dBias", "plain", "free=allocate_barriers(STAGES, 2)", "free=allocate_barriers(STAGES, 1)", "other panels"),
-        ("dBias", "packed", "step += 1\n            member = _member_after(context, own", "pass\n            member = _member_after(context, own", "other panels"),
+        ("dBias", "packed", "step += 1\n            member = member_after(context, own", "pass\n            member = member_after(context, own", "other panels"),
+        ("dBias", "states", "            if live:\n                seq =", "            if True:\n                seq =", "other panels"),
+        ("dBias", "states", "if hides | (not full):", "if hides:", "an open tile hides a pair"),
+        ("dBias", "states", "member + 1, row, PAIRS)", "member, row, PAIRS)", "terms of another member"),
         (INTERVALS, "plain", "gl.minimum(attending.last_to_begin, seq.len_q)", "0", "an open tile hides a pair"),
         (ALL, "plain", "mbarrier.wait(barriers.ds_free.index(stage), phase ^ 1)", "pass", "dS meets other keys"),
         (ALL, "plain", MULTIPLIED + DEEP + GIVEN_BACK, GIVEN_BACK + DEEP + MULTIPLIED, "dS or keys that are overwritten while they are multiplied"),
@@ -301,7 +310,7 @@ DEEP = " " * 16  # as these stand
         (ALL, "causal", "visited = 0\n", "visited = visited if turn > 0 else 0\n", "a tile of dBias is stored twice or not at all"),
         (ALL, "plain", "config.BLOCK_M).store(none)", "config.BLOCK_M).store(none) if turn == 0 else None", "dq of other queries"),
     ],
-    ids=range(29),
+    ids=range(32),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some case, with a line or two of a file changed, and no case after it is run. The check that fails then is not explained.
