@@ -22,6 +22,18 @@ def check_lengths(constructor: str, **lengths: int) -> None:
             raise ValueError(f"{where}: {name}: expected a non-negative integer, received {length}")
 
 
+def checked_queries(len_q: int | None, known: int | None) -> int:
+    """The number of queries of a dense mask: what is asked for, or by default the one that the mask was made for."""
+    where = "dmattn: IntervalMask.to_dense: len_q"
+    asked = known if len_q is None else len_q
+    if asked is None:
+        raise ValueError(f"{where}: expected an integer, received None, and the mask knows no number of queries")
+    check_lengths("to_dense", len_q=asked)
+    if known is not None and asked != known:
+        raise ValueError(f"{where}: expected {known}, for which the mask was made, received {asked}")
+    return asked
+
+
 def checked_sides(constructor: str, left: int | None, right: int | None, unbounded: int) -> tuple[int | None, int | None]:
     """Both sides of a window, None from `unbounded` on, where they hide nothing: integers of the device have an end."""
     for name, size in (("left", left), ("right", right)):
@@ -40,6 +52,16 @@ def check_bool(name: str, x: Any, true: str, lengths: str | None = None) -> None
         if lengths and isinstance(x, Tensor) and x.ndim == 1:
             hint = f"; of lengths: {lengths}"
         raise TypeError(f"dmattn: IntervalMask.{name}: expected a bool tensor, received {what(x)}{hint}")
+
+
+def check_padding(key_padding_mask: Any) -> None:
+    """Raise unless there is a bool for each key of each batch row."""
+    check_bool("padding: key_padding_mask", key_padding_mask, "a real token", "torch.arange(Sk) < lengths[:, None]")
+    axes = key_padding_mask.ndim
+    if axes != 2:
+        of_one = "; for a batch of one, or one padding for all, key_padding_mask[None]" if axes == 1 else ""
+        received = f"{tuple(key_padding_mask.shape)}{'; of further leading axes, a bool mask (..., 1, 1, Sk)' if axes > 2 else of_one}"
+        raise ValueError(f"dmattn: IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}")
 
 
 def check_rows(constructor: str, name: str, numbers_of_rows: object) -> None:

@@ -11,9 +11,20 @@ from torch import Tensor
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .arguments import hint_for, kind
-from .mask_checks import check_bool, check_cumulative, check_lengths, check_rows, checked_sides, is_integer, refuse_several, what
+from .mask_checks import (
+    check_bool,
+    check_cumulative,
+    check_lengths,
+    check_padding,
+    check_rows,
+    checked_queries,
+    checked_sides,
+    is_integer,
+    refuse_several,
+    what,
+)
 from .own_rows import sequence_of
-from .unions import Interval, expect_none, read, runs_of, united
+from .unions import Interval, expect_none, read, runs_of, united, window_bounds
 
 __all__ = ["IntervalMask"]
 
@@ -153,15 +164,7 @@ class IntervalMask:
 
         `len_q` is by default the one that the mask was made for, and is needed where it was made for none.
         """
-        if len_q is None:
-            if self.len_q is None:
-                raise ValueError(
-                    "dmattn: IntervalMask.to_dense: len_q: expected an integer, received None, and the mask knows no number of queries"
-                )
-            len_q = self.len_q
-        check_lengths("to_dense", len_q=len_q)
-        if self.len_q is not None and len_q != self.len_q:
-            raise ValueError(f"dmattn: IntervalMask.to_dense: len_q: expected {self.len_q}, for which the mask was made, received {len_q}")
+        len_q = checked_queries(len_q, self.len_q)
         query = torch.arange(len_q, device=self.first.device)[:, None]
         allowed, *also = ((first[..., None, :] <= query) & (query < last[..., None, :]) for first, last in self._intervals)
         return allowed | also[0] if also else allowed
@@ -178,7 +181,7 @@ class IntervalMask:
         check_lengths("window", len_q=len_q, len_k=len_k)
         left, right = checked_sides("window", left, right, len_q + len_k)
         position = torch.arange(len_k, dtype=torch.int32, device=device)
-        first, last = _bounds(position, torch.zeros_like(position), torch.full_like(position, len_q), len_k, left, right)
+        first, last = window_bounds(position, torch.zeros_like(position), torch.full_like(position, len_q), len_k, left, right)
         return cls(first, last, len_q)
 
     @classmethod
@@ -203,7 +206,7 @@ class IntervalMask:
         left, right = checked_sides("packed", left, right, len_q + len_k)
         ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # places are compared with them as int64
         sequence, position = sequence_of(ends_k, len_k), torch.arange(len_k, device=ends_k.device)
-        first, last = _bounds(position, ends_q[sequence], ends_q[sequence + 1], ends_k[sequence + 1], left, right)
+        first, last = window_bounds(position, ends_q[sequence], ends_q[sequence + 1], ends_k[sequence + 1], left, right)
         return cls(first.clamp(min=0).to(torch.int32), last.clamp(max=len_q).to(torch.int32), len_q)
 
     @classmethod
@@ -352,12 +355,7 @@ class IntervalMask:
             key_padding_mask: bool, (B, Sk), True for a real token (Hugging Face's ``attention_mask.bool()``; torch.nn.MultiheadAttention's
                 is the opposite: pass its ``~``). Mask (B, 1, Sk), whose B belongs to the query's last leading axis.
         """
-        check_bool("padding: key_padding_mask", key_padding_mask, "a real token", "torch.arange(Sk) < lengths[:, None]")
-        if key_padding_mask.ndim != 2:
-            received = tuple(key_padding_mask.shape)
-            of_one = "; for a batch of one, or one padding for all, key_padding_mask[None]" if key_padding_mask.ndim == 1 else ""
-            further = "; of further leading axes, a bool mask (..., 1, 1, Sk)" if key_padding_mask.ndim > 2 else of_one
-            raise ValueError(f"dmattn: IntervalMask.padding: key_padding_mask: expected shape (B, Sk), received {received}{further}")
+        check_padding(key_padding_mask)
         check_lengths("padding", len_q=len_q)
         last = key_padding_mask.to(torch.int32) * len_q
         return _with_head_axis(torch.zeros_like(last), last, len_q)
@@ -405,16 +403,6 @@ def _fewest(found: tuple[Interval, Interval, Tensor], len_q: int | None, made_by
         *entry, key = third.nonzero()[0].tolist()
         raise ValueError(f"{expected}, received three at key {key}{f' of entry {tuple(entry)}' if entry else ''}; {hint}")
     return _of_intervals(lower, upper, len_q=len_q) if seen is None or seen[1] else _of_intervals(lower, len_q=len_q)
-
-
-def _bounds(
-    position: Tensor, begin_q: Tensor, end_q: Tensor, end_k: Tensor | int, left: int | None, right: int | None
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(first, last) of keys at `position`, for queries from `begin_q` to `end_q`; the last of these stands at the last key, before `end_k`."""
-    own = end_q - (end_k - position)  # the query as far from the end as the key
-    first = begin_q if right is None else torch.maximum(begin_q, own - right)
-    last = end_q if left is None else torch.minimum(end_q, own + left + 1)
-    return first, last
 
 
 def _with_head_axis(first: Tensor, last: Tensor, len_q: int) -> IntervalMask:

@@ -1,4 +1,4 @@
-"""Unions of intervals of integers, element by element of tensors that hold their bounds, and what their elements say where they may be read."""
+"""Intervals of integers, element by element of tensors that hold their bounds: unions, those of a window, and what may be read of them."""
 
 from __future__ import annotations
 
@@ -79,3 +79,13 @@ def _unwrapped(x: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
+
+
+def window_bounds(
+    position: Tensor, begin_q: Tensor, end_q: Tensor, end_k: Tensor | int, left: int | None, right: int | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(first, last) of keys at `position`, for queries from `begin_q` to `end_q`; the last of these stands at the last key, before `end_k`."""
+    own = end_q - (end_k - position)  # the query as far from the end as the key
+    first = begin_q if right is None else torch.maximum(begin_q, own - right)
+    last = end_q if left is None else torch.minimum(end_q, own + left + 1)
+    return first, last
