@@ -19,6 +19,9 @@ KEYS, STAGES = 128, 2
 NARROW_STAGES = 4  # of head dims to 32, whose tiles have half the keys
 # NVIDIA H200, 2026-11-26, by tiles of 128 and 64 keys under causal masks, windows and padding: the length to which 64 are faster.
 FEW_KEYS = 1024
+# NVIDIA H200, 2026-11-30: the same of padded head dims without a bias, 16 times 16 of 72 dims over 400 keys 0.063 and 0.071 ms with 64 and 128,
+# 577 keys 0.100 and 0.100, 1024 0.221 and 0.213; of 96 dims 577 keys 0.101 and 0.096 (docs/history.md).
+FEW_KEYS_PLAIN = 512
 # NVIDIA H200, 2026-11-26: two to four programs of one consumer on a processor, which wait for each other in nothing, are faster to these keys
 # of a query in the mean, or twice as many in place of two consumers. With more, copies of keys and values for 64 queries alone take longer.
 KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
@@ -31,6 +34,9 @@ KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
 # NVIDIA H200, 2026-11-29: with head dims to 32 beside a copied bias of pairs two programs of two consumers, who share keys, are 2 to 3 % faster
 # than four of one. Beside a mask of keys they are slower, but for a bias that nobody shares from these keys on (docs/history.md).
 KEYS_BY_TWOS = 512
+# NVIDIA H200, 2026-11-30: so have head dims 40 and 56 without a bias of pairs, 2048 queries of 64 (batch, head) over 40 keys 0.026 to 0.020 ms,
+# 257 0.045 to 0.036, 577 0.064 to 0.060, 1024 0.093 to 0.088, 2048 0.147 to 0.155 (docs/history.md).
+KEYS_BY_TWOS_PADDED = 1024
 # NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
 # (docs/history.md).
 KEYS_IN_TURN = 8192
@@ -74,14 +80,18 @@ def are_in_turn(problem: Problem, consumers: int, have_one_block: bool) -> bool:
 
 
 def _are_by_twos(problem: Problem, width: int, loaded: bool) -> bool:
-    """Whether two programs of two consumers share a processor: of narrow heads beside a bias of pairs, where these fill the GPU."""
-    bias, (batch, heads, len_q) = problem.pair_bias, problem.query.shape[:3]
+    """Whether two programs of two consumers share a processor, where these fill the GPU: of heads to 32 dims beside a bias of pairs, and of
+    rows that the copy engine is slow with, without one, over few keys.
+    """
+    bias, (batch, heads, len_q), len_k = problem.pair_bias, problem.query.shape[:3], problem.key.shape[2]
     hides = (problem.left, problem.right, problem.first, problem.ends_q, problem.bits, problem.pair_mask) != (None,) * 6
-    if bias is None or loaded or width >= PANEL.value or hides:
+    if hides or -(-len_q // 128) * batch * heads < 2 * processors(problem.query.device):
         return False
-    if problem.mask is not None and (problem.mask.shape[2] > 1 or bias.shape[:2] != (batch, heads) or problem.key.shape[2] < KEYS_BY_TWOS):
+    if bias is None:
+        return problem.bias is None and width == PANEL.value and _has_odd_rows(problem) and len_k <= KEYS_BY_TWOS_PADDED
+    if loaded or width >= PANEL.value:
         return False
-    return -(-len_q // 128) * batch * heads >= 2 * processors(problem.query.device)
+    return problem.mask is None or (problem.mask.shape[2] == 1 and bias.shape[:2] == (batch, heads) and len_k >= KEYS_BY_TWOS)
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:
@@ -144,11 +154,11 @@ def mean_keys(problem: Problem) -> int:
 
 def _keys_of(problem: Problem, width: int, dim: int, dim_v: int) -> int:
     """Keys of a tile: half as many of the narrowest heads, where shared memory, or registers beside `out`, have no room for more, where many
-    tiles of more would be at an edge, and to FEW_KEYS of padded head dims.
+    tiles of more would be at an edge, and to FEW_KEYS of padded head dims, or FEW_KEYS_PLAIN without a bias.
     """
     if width < PANEL.value or (width > 128 and (dim > 192 or dim_v != 128 or problem.pair_bias is not None)):
         return KEYS // 2
-    few = _is_padded(problem, width) and typical_length(problem, of_keys=True) <= FEW_KEYS
+    few = _is_padded(problem, width) and typical_length(problem, of_keys=True) <= (FEW_KEYS_PLAIN if problem.bias is None else FEW_KEYS)
     return KEYS // 2 if PANEL.value < width <= 128 and (few or _are_many_at_edges(problem)) else KEYS
 
 
