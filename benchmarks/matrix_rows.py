@@ -78,10 +78,12 @@ _ROWS = (
     Workload("narrow_gqa_300_d32", 32, 24, 4, 300, 300, 32),
     Workload("sdxl_cross_77", 8, 20, 20, 1024, 77, 64, like="SDXL"),
     Workload("sd_cross_77_d40", 8, 8, 8, 4096, 77, 40, like="Stable Diffusion"),
+    Workload("cross_257_d40", 8, 8, 8, 2048, 257, 40),
     Workload("whisper_cross_1500", 8, 20, 20, 448, 1500, 64, like="Whisper"),
     Workload("perceiver_cross_50k", 2, 8, 8, 512, 50176, 128, like="Perceiver"),
     Workload("fp32_d64", 2, 16, 16, 2048, 2048, 64, dtype="fp32"),
     Workload("fp32_d128_causal", 1, 16, 16, 2048, 2048, 128, causal=True, dtype="fp32"),
+    Workload("fp32_d256", 4, 8, 8, 1024, 1024, 256, dtype="fp32"),
     # a bias of pairs
     Workload("t5_odd_1000", 8, 12, 12, 1000, 1000, 64, bias="1hqk", like="T5"),
     Workload("t5_odd_1001", 8, 12, 12, 1001, 1001, 64, bias="1hqk", like="T5"),
@@ -131,6 +133,8 @@ _ROWS = (
     Workload("bias_fp16", 4, 16, 16, 2048, 2048, 64, bias="1hqk", dtype="fp16"),
     Workload("swin_49_fp32", 1024, 12, 12, 49, 49, 32, bias="1hqk", dtype="fp32"),
     Workload("triangle_256_fp32", 128, 4, 4, 256, 256, 32, bias="1hqk", padded=True, dtype="fp32"),
+    Workload("gqa_80_fp32", 512, 16, 4, 80, 80, 64, bias="1hqk", mask="b1qk", dtype="fp32"),
+    Workload("bias_key_500_d96_fp32", 9, 12, 6, 500, 500, 96, bias="bh1k", padded=True, dtype="fp32"),
     Workload("bias_fp32", 1, 8, 8, 2048, 2048, 64, bias="1hqk", dtype="fp32"),
     # other biases
     Workload("bias_key_d64", 4, 16, 16, 4096, 4096, 64, bias="bh1k"),
