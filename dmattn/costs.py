@@ -160,6 +160,7 @@ class Call:
         total += sum(self._of_group_parts(problem, choice, d_bias) for choice in choices)
         shared = [choice.row for choice in choices if "d_bias of pairs, shared" in choice.makes]
         total += sum(_of_shared_parts(problem, d_bias, row.name) for row in shared)
+        total += sum(self._of_stored_scores(problem, choice, d_query, d_bias) for choice in choices if choice.row.name == "portable, dS stored")
         if "sums at the ends" in makes:
             total += 2 * _size(self.lse)
         in_parts = not makes.isdisjoint({"d_bias of queries", "d_bias of distances"})
@@ -184,6 +185,21 @@ class Call:
         if "d_bias of keys" in choice.makes and d_bias.shape[:2] == problem.key.shape[:2] and d_bias.shape[1] < problem.query.shape[1]:
             results.append(d_bias)
         return 4 * parts * sum(x.numel() for x in results) if parts > 1 else 0
+
+    def _of_stored_scores(self, problem: Problem, choice: Choice, d_query: Any, d_bias: Any) -> int:
+        """Bytes of dS of some batch entries, of the parts of their gradients, one after the other, and of the sums of a shared `d_bias`."""
+        from .kernels.portable.stored_scores import entries_at_once, in_parts
+
+        (batch, heads, len_q, _), len_k = problem.query.shape, problem.key.shape[2]
+        entries = entries_at_once(batch, heads, len_q, len_k)
+        total = 4 * entries * heads * len_q * len_k
+        as_keys = choice._replace(row=choice.row._replace(name="portable: d_key"))
+        for part, few in in_parts(problem):
+            total += _of_parts(few, None, d_query[part], "portable: d_query of d_bias")
+            total += self._of_group_parts(few, as_keys, None if d_bias is None else d_bias[part])
+        if "d_bias of pairs, shared" in choice.makes:
+            total += 4 * d_bias.numel() * (-(-batch // entries) if d_bias.shape[0] == 1 else 1)
+        return total
 
     def _of_copies(self, name: str, copies: Copies) -> int:
         """Bytes of query and key with columns for factors; in a backward pass of their gradients, of which d_query and d_key are views."""

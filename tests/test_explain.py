@@ -151,6 +151,7 @@ MASK = torch.empty(2, 1, 300, 300, dtype=torch.bool, device="meta")
 ENDS = torch.empty(2, 1, 300, dtype=torch.int32, device="meta")
 KEYS, QUERIES = "Hopper: d_key, d_value", "Hopper: d_query"
 PORTABLE = ("portable: d_query, d_bias", "portable: d_key, d_value")
+STORED = ("query terms", "portable, dS stored")
 OF_FLOAT32 = ("query terms", "portable: d_key, d_value", "portable: d_query, d_bias of float32")
 
 # name: tensors, options, target, rows of both passes, {a row: words of its refusal}
@@ -175,7 +176,8 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
     "a large softcap": (QUERY, dict(softcap=300.0), "sm_90", ("portable",), PORTABLE, {"Hopper": "serves a softcap from 2**-40 to 256, not 300.0"}),
     "an Ampere GPU": (QUERY, {}, "sm_80", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not sm_80"}),
     "one of AMD's": (QUERY, {}, "gfx942", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not AMD's GPUs"}),
-    "float32": (same(2, 8, 300, 128, dtype=FP32), {}, "sm_90", ("portable",), OF_FLOAT32, {"Hopper": "query, key, value: float32 elements have more than 16 bits: convert to 16 bits"}),
+    "float32": (same(2, 8, 2100, 128, dtype=FP32), {}, "sm_90", ("portable",), OF_FLOAT32, {"portable, dS stored": "stores dS of whole batch entries in 128 MiB"}),
+    "short rows of float32": (same(2, 8, 300, 128, dtype=FP32), {}, "sm_90", ("portable",), STORED, {"Hopper": "query, key, value: float32 elements have more than 16 bits: convert to 16 bits"}),
     "head dim 100": (
         same(2, 8, 300, 100), {}, "sm_90", ("portable",), PORTABLE,
         {"Hopper": "rows of query, key, value: stride 100 is no multiple of 8: pad the dim axis to a multiple of 8 and pass a slice"},
@@ -483,11 +485,12 @@ def test_products_and_bytes_are_those_of_the_pairs_that_are_visible(shape: str, 
     pairs, queries = int(seen.sum()), int(seen.any(1).sum())
     forward, backward = explain(query, key, value, bias=bias, **rules, target="sm_80").passes
     assert forward.rows == ("split keys" if len_q <= 8 else "one tile",)
-    assert backward.rows == (*OF_FLOAT32, "portable: d_bias")
+    stored = rules.get("window", (None, None)) in ((None, None), (None, 1))  # no bound before a query
+    assert backward.rows == (STORED if stored else (*OF_FLOAT32, "portable: d_bias"))
     products = 2 * pairs * 2 * 6  # operations for each element of a head
     assert forward.flops == products * (8 + 24)
-    # d_key and d_value: scores, dP, dV, dK; d_query: scores, dP, dQ; d_bias: scores, dP
-    assert backward.flops == products * ((8 + 24 + 24 + 8) + (8 + 24 + 8) + (8 + 24))
+    # d_key and d_value: scores, dP, dV, dK; d_query: dQ; and where no dS is stored, scores, dP, and those for d_bias again
+    assert backward.flops == products * ((8 + 24 + 24 + 8) + 8 + (0 if stored else 2 * (8 + 24)))
     keys = len_k - int(seen.any(0).nonzero()[0])  # all from the first that is seen
     read = 4 * (2 * 6 * queries * 8 + 2 * 3 * keys * (8 + 24)) + 2 * 6 * pairs
     out, lse = 4 * 2 * 6 * len_q * 24, 4 * 2 * 6 * len_q

@@ -316,6 +316,15 @@ BACKWARD = (
     ),
     Row("portable: d_key, d_value, d_bias", OF_KEYS_AND_PAIRS, ALL - SOFTCAP, stores_d_scores, reads=AS_DELTA, needs=D_SCORES),
     Row("portable: d_query of d_bias", frozenset({D_QUERY}), ALL - SOFTCAP, stores_d_scores, reads=D_SCORES, needs=D_SCORES),
+    # A product of float32 takes so long that dS, where rows are short, is stored, and not made again.
+    Row(
+        "portable, dS stored",
+        OF_TOKENS | {D_BIAS_OF_KEYS, D_BIAS_SHARED},
+        MASKS - {"block mask"} | BIASES | WINDOW | SINKS | FURTHER,
+        plans.stores_scores,
+        reads=AS_DELTA,
+        needs=OF_TOKENS,
+    ),
     Row("portable: d_bias of distances", frozenset({D_BIAS_OF_DISTANCES}), ALL, plans.always, reads=AS_DELTA | {END_SUMS}),
     HOPPER_QUERY,
     _loading(HOPPER_QUERY),

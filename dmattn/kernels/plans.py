@@ -20,10 +20,12 @@ from .hopper.backward_sizes import one_pass_sizes
 from .hopper.copies import NARROWEST
 from .portable import rows as portable_rows
 from .portable import split_keys as portable_split_keys
+from .portable import stored_scores
 from .reasons import dims_of, grouped, joined, without_tile, word
 from .traits import D_BIAS_OF_PAIRS, D_BIAS_SHARED, Traits
 
 _KEYS_WITHOUT_LISTS = 256  # under a mask, up to which few queries read all keys
+STORED_KEYS, STORED_PROGRAMS = 64, 3  # keys of a program that stores dS, and programs for each processor of a part of the batch
 LEAST_FILL = 0.8  # of the processors in all rounds, by (batch, head) that are one program each
 
 
@@ -51,6 +53,23 @@ def portable(traits: Traits) -> str | None:
     if _find_tile("forward", traits).block_m:
         return None
     return f"{without_tile(traits)}: pass a head dim up to 256, or float16 or bfloat16, or float64, which PyTorch's operations serve"
+
+
+@joined
+def stores_scores(traits: Traits) -> Iterator[str]:
+    """dS is stored where products are of float32, and that of few batch entries makes enough programs."""
+    if traits.dtype.itemsize == 2:
+        yield "is for float32, whose products take longer than dS takes to be written and read"
+    if traits.left is not None:
+        yield "leaves a window to kernels that write no dS of the pairs that it hides"
+    entries = stored_scores.entries_at_once(traits.batch, traits.heads, traits.len_q, traits.len_k)
+    most, least = stored_scores.ROOM >> 20, STORED_PROGRAMS * traits.processors
+    if entries == 0:
+        yield f"stores dS of whole batch entries in {most} MiB, too few for {traits.heads} heads of {traits.len_q} x {traits.len_k} pairs"
+        return
+    programs = entries * traits.kv_heads * triton.cdiv(traits.len_k, STORED_KEYS)
+    if entries < traits.batch and programs < least:
+        yield f"stores dS of as many batch entries in {most} MiB as make {least} programs, not {programs}"
 
 
 @joined

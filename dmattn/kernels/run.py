@@ -31,7 +31,7 @@ from .hopper.distances import spread_table
 from .hopper.resident import forward as hopper_resident_forward
 from .hopper.resident import key_grad as hopper_resident_key_grad
 from .hopper.resident import query_grad as hopper_resident_query_grad
-from .portable import bias_grad, distance_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, sink_grad, split_keys
+from .portable import bias_grad, distance_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, sink_grad, split_keys, stored_scores
 from .portable import forward as portable_forward
 from .selection.reorder import reordered
 from .traits import (
@@ -300,6 +300,11 @@ def _query_of_d_bias(call: Call, made: Made) -> None:
     query_grad.query_gradients(call.problem, call.incoming, None, made[D_QUERY], call.results[D_BIAS_OF_PAIRS])
 
 
+def _stored_scores(call: Call, made: Made) -> None:
+    tokens = made[D_QUERY], made[D_KEY], made[D_VALUE]
+    stored_scores.gradients(call.problem, call.incoming, tokens, made.get(D_BIAS_SHARED), made.get(D_BIAS_OF_KEYS))
+
+
 def _hopper_query(call: Call, made: Made) -> None:
     hopper_query_grad.query_gradients(call.problem, call.incoming, call.spread_table(), call.out, call.d_lse, made[D_QUERY], made.get(END_SUMS))
 
@@ -380,6 +385,7 @@ BACKWARD: dict[str, Callable[[Call, Made], None]] = {
     "Hopper: d_key, d_value, d_bias by intervals": _hopper_interval_keys,
     "portable: d_key, d_value, d_bias": _portable_keys,
     "portable: d_query of d_bias": _query_of_d_bias,
+    "portable, dS stored": _stored_scores,
     "portable: d_bias of distances": _portable_distances,
     "Hopper: d_query": _hopper_query,
     "Hopper: d_query, pairs loaded": _hopper_query,

@@ -32,7 +32,7 @@ from dmattn import RelativeBias, kernels
 from dmattn.kernels import dispatch, hopper_plans, narrow_heads, plans, reasons, run
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.base.no_device import on_gpu
-from dmattn.kernels.portable import distance_grad
+from dmattn.kernels.portable import distance_grad, stored_scores
 from dmattn.kernels.traits import (
     D_BIAS_OF_DISTANCES,
     D_BIAS_OF_KEYS,
@@ -180,7 +180,7 @@ def test_launches_are_those_of_the_table(launches: list, target: str, problems: 
         seen = [BACKWARD_KERNELS[kernel](given) for kernel, given in joined(launches) if kernel in BACKWARD_KERNELS]
         choices = dispatch.choose_backward(Traits.of(problem, out, d_out, gradients))
         by_pytorch = {D_BIAS_OF_QUERIES} | ({D_BIAS_OF_DISTANCES} if has_no_bands(problem) else set())
-        wanted = [(without_loads(choice.row.name), choice.makes) for choice in choices if by_pytorch.isdisjoint(choice.makes)]
+        wanted = [launch for choice in choices if by_pytorch.isdisjoint(choice.makes) for launch in launched(choice)]
         assert [(row, {result for result, x in made.items() if x is not None}) for row, made in seen] == wanted, f"{name}: {problem}"
         chosen |= {f"forward: {row}"} | {f"backward: {choice.row.name}" for choice in choices}
     tables = dict(forward=dispatch.FORWARD, backward=dispatch.BACKWARD)
@@ -197,6 +197,16 @@ def joined(launches: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[s
             given = given | {"wanted": tuple(x if y is None else y for x, y in zip(apart, given["wanted"], strict=True))}
         found.append((kernel, given))
     return found
+
+
+def launched(choice: dispatch.Choice) -> list[tuple[str, set[str]]]:
+    """The rows whose kernels a row launches, and what they make. Where dS is stored, they are those of a bias whose gradient it is."""
+    traits, makes = choice.traits, set(choice.makes)
+    if choice.row.name != "portable, dS stored":
+        return [(without_loads(choice.row.name), makes)]
+    entries = stored_scores.entries_at_once(traits.batch, traits.heads, traits.len_q, traits.len_k)
+    of_keys = makes - {D_QUERY, D_BIAS_SHARED} | {D_BIAS_OF_PAIRS}
+    return [("portable: d_key, d_value, d_bias", of_keys), ("portable: d_query of d_bias", {D_QUERY})] * -(-traits.batch // entries)
 
 
 def without_loads(row: str) -> str:
@@ -235,6 +245,7 @@ DENSE = PLAIN._replace(
 )
 ONE_PASS = NARROW._replace(wanted=frozenset({D_QUERY, D_KEY, D_VALUE}))
 FOUR = PLAIN._replace(batch=4, heads=16, kv_heads=16, head_dim=64, value_dim=64, **SHARED | dict(bias=Bias(BF16, 1, 16)))
+FLOATS = PLAIN._replace(dtype=FP32, len_q=512, len_k=512)
 INTERVALS = frozenset({"intervals"})
 UNCOPYABLE = dict(uncopyable=(("bias", "rows of bias"), ("d_bias", "rows of d_bias")))
 FORWARD_SERVED = {
@@ -258,6 +269,7 @@ BACKWARD_SERVED = {
     "Hopper: d_key, d_value, d_bias by intervals": DENSE._replace(features=DENSE.features | INTERVALS),
     "portable: d_key, d_value, d_bias": DENSE,
     "portable: d_query of d_bias": DENSE,
+    "portable, dS stored": FLOATS,
     "portable: d_bias of distances": PLAIN,
     "Hopper: d_query": PLAIN,
     "Hopper: d_query, pairs loaded": PLAIN._replace(**SHARED, **UNCOPYABLE),
@@ -383,6 +395,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_key, d_value, d_bias", dict(head_dim=256, value_dim=256, softcap=30.0), "serves no softcap beside head dims over 128, not 256 of queries"),
     ("backward: Hopper: d_key, d_value, d_bias by intervals", dict(features=DENSE.features), "is for an IntervalMask, and there is none"),
     ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
+    ("backward: portable, dS stored", dict(dtype=BF16), "is for float32, whose products take longer than dS takes to be written and read"),
+    ("backward: portable, dS stored", dict(left=100), "leaves a window to kernels that write no dS of the pairs that it hides"),
+    ("backward: portable, dS stored", dict(len_k=20000), "stores dS of whole batch entries in 128 MiB, too few for 4 heads of 512 x 20000 pairs"),
+    ("backward: portable, dS stored", dict(batch=200, len_q=2048), "stores dS of as many batch entries in 128 MiB as make 396 programs, not 256"),
+    ("backward: portable, dS stored", dict(features=frozenset({"block mask"})), "does not serve a BlockMask"),
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, len_k=256), "with head dims of 64 is for a bias (..., Sq, Sk), or for queries that see 257 keys and more, not 256, as"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_KEY})), "makes sums for the gradient of a RelativeBias beside d_query, and query needs no gradient"),

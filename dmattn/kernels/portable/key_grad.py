@@ -7,7 +7,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.device import processors
 from ..base.launch import launch
-from ..base.layout import Span, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
+from ..base.layout import Span, load_pairs, load_rows, sequence, store_pairs, store_rows, store_zeros, strided, under_head
 from ..base.leading import vectors_of
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
@@ -48,9 +48,13 @@ def key_gradients(
     sums = vectors_of(parts.key_sums)
     wanted = ((parts.d_key, parts.d_value, sums, d_bias),)
     if in_pieces(problem, tile):  # sums for both dK and dV would not fit the registers beside products in pieces
-        wanted = ((None, parts.d_value, None, None), (parts.d_key, None, sums, d_bias))
-    for group in wanted:
-        if all(x is None for x in group):
+        in_first = (None, None) if d_bias is None else (sums, d_bias)
+        in_second = (sums, None) if d_bias is None else (None, d_bias)
+        wanted = ((None, parts.d_value, *in_first), (parts.d_key, None, *in_second))
+    options = launch_options(problem, tile, incoming.d_out, parts.d_key, parts.d_value, d_bias)
+    for number, group in enumerate(wanted):
+        ds_is_made = number > 0 and d_bias is not None
+        if all(x is None for x in (group[:3] if ds_is_made else group)):
             continue
         launch(
             _key_gradients_kernel,
@@ -62,7 +66,7 @@ def key_gradients(
             group=heads // kv_heads,
             dealt=parts.dealt,
             BY_GROUP=parts.by_group,
-            **launch_options(problem, tile, incoming.d_out, parts.d_key, parts.d_value, d_bias),
+            **(options | dict(v=None) if ds_is_made else options),
         )
     parts.add()
 
@@ -84,8 +88,10 @@ def _key_gradients_kernel(
     that are `dealt` to it.
 
     What it stores for each key it stores where the keys lie, or where `order` says. Sums over the queries are those of a head, or BY_GROUP.
+    Where dBias holds dS already, no V is given, and dK is the product.
     """
     follow()
+    DS_IS_MADE: tl.constexpr = v is None
     block, number, batch = place_keys(rules, len_k, numbers_of(heads, group, dealt), BLOCK_N)
     _kv_head, first_head, count = part_of_group(number, group, dealt)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
@@ -95,12 +101,15 @@ def _key_gradients_kernel(
     if rules.ends is not None:
         cols = Span(cols.start, cols.index, first_seq.len_k)
     k_tiles = load_pieces(k, first_seq, cols, dims, (HEAD_DIM - 1) // BLOCK_D + 1)  # [BLOCK_N, BLOCK_D]
-    v_tiles = load_pieces(v, first_seq, cols, value_dims, (VALUE_DIM - 1) // BLOCK_DV + 1)  # [BLOCK_N, BLOCK_DV]
+    VALUE_PIECES: tl.constexpr = (VALUE_DIM - 1) // BLOCK_DV + 1
+    v_tiles = None
+    if not DS_IS_MADE:
+        v_tiles = load_pieces(v, first_seq, cols, value_dims, VALUE_PIECES)  # [BLOCK_N, BLOCK_DV]
     places = cols
     if order is not None:
         places = Span(0, load_rows(order, first_seq, cols, LARGEST).to(tl.int64), LARGEST)
     dk = zero_pieces(BLOCK_N, BLOCK_D, len(k_tiles))
-    dv = zero_pieces(BLOCK_N, BLOCK_DV, len(v_tiles))
+    dv = zero_pieces(BLOCK_N, BLOCK_DV, VALUE_PIECES)
     d_k, d_v, key_sums, d_bias = wanted
     d_out, lse, delta = incoming
     incoming = (q, d_out, lse, delta)
@@ -118,9 +127,9 @@ def _key_gradients_kernel(
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
                 dk, dv, sums = _add_tile(
                     incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims,
-                    EDGE=not FULL, PRECISION=PRECISION,
+                    EDGE=not FULL, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION,
                 )  # fmt: skip
-        if rules.lists is None and rules.first is None and rules.ends is None:
+        if rules.lists is None and rules.first is None and rules.ends is None and not DS_IS_MADE:
             for start in tl.range(0, begin, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
@@ -139,24 +148,28 @@ def _key_gradients_kernel(
 
 @triton.jit
 def _add_tile(
-    incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE: tl.constexpr, PRECISION: tl.constexpr
+    incoming, k_tiles, v_tiles, rules, seq, wanted, dk, dv, sums, rows, cols, dims, value_dims, EDGE: tl.constexpr,
+    DS_IS_MADE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries added to (dk, dv, sums), each only if it is wanted."""
+    """One tile of queries added to (dk, dv, sums), each only if it is wanted: dS, stored if dBias is, or read where DS_IS_MADE already."""
     q, d_out, lse, delta = incoming
     d_k, d_v, key_sums, d_bias = wanted
     q_tiles = load_pieces(q, seq, rows, dims, len(k_tiles))  # [BLOCK_M, BLOCK_D]
-    d_out_tiles = load_pieces(d_out, seq, rows, value_dims, len(v_tiles))  # [BLOCK_M, BLOCK_DV]
-    lse_rows = load_rows(lse, seq, rows, float("-inf"))
-    delta_rows = load_rows(delta, seq, rows, 0.0)
-    p, ds, tanh = score_gradient(
-        q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=True, PRECISION=PRECISION
-    )
-    if d_v is not None:
-        dv = over_rows(p, load_again(d_out_tiles, d_out, seq, rows, value_dims), dv, PRECISION)
-    if key_sums is not None:
-        sums += tl.sum(ds, 1)
-    if d_bias is not None:
-        store_pairs(d_bias, seq, rows, cols, tl.trans(ds))
-    if d_k is not None:
-        dk = over_rows(through_softcap(ds, tanh, rules), load_again(q_tiles, q, seq, rows, dims), dk, PRECISION)
+    if DS_IS_MADE:
+        dk = over_rows(tl.trans(load_pairs(d_bias, seq, rows, cols)), q_tiles, dk, PRECISION)
+    else:
+        d_out_tiles = load_pieces(d_out, seq, rows, value_dims, len(v_tiles))  # [BLOCK_M, BLOCK_DV]
+        lse_rows = load_rows(lse, seq, rows, float("-inf"))
+        delta_rows = load_rows(delta, seq, rows, 0.0)
+        p, ds, tanh = score_gradient(
+            q_tiles, k_tiles, v_tiles, d_out_tiles, lse_rows, delta_rows, rules, seq, rows, cols, EDGE=EDGE, KEYS_DOWN=True, PRECISION=PRECISION
+        )
+        if d_v is not None:
+            dv = over_rows(p, load_again(d_out_tiles, d_out, seq, rows, value_dims), dv, PRECISION)
+        if key_sums is not None:
+            sums += tl.sum(ds, 1)
+        if d_bias is not None:
+            store_pairs(d_bias, seq, rows, cols, tl.trans(ds))
+        if d_k is not None:
+            dk = over_rows(through_softcap(ds, tanh, rules), load_again(q_tiles, q, seq, rows, dims), dk, PRECISION)
     return dk, dv, sums
