@@ -56,11 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     where = harness.environment(device)
     print(harness.describe(where), flush=True)
     problems = TINY if options.tiny else {name: PROBLEMS[name] for name in options.problems}
-    records = [measured(name, call, device, options.tiny) for name, call in problems.items()]
+    records = []
+    for name, call in problems.items():
+        records.append(measured(name, call, device, options.tiny))
+        if options.json is not None:  # each at once, as time may end the run
+            harness.write_json(options.json, {"environment": where, "cores": len(os.sched_getaffinity(0)), "problems": records})
     rows = [[record["problem"], *(f"{record['seconds'][cache]:.1f}" for cache in CACHES)] for record in records]
     show_table(("problem", *CACHES), rows, "Seconds of the first forward and backward pass")
     if options.json is not None:
-        harness.write_json(options.json, {"environment": where, "cores": len(os.sched_getaffinity(0)), "problems": records})
         print(options.json)
     return 0
 
