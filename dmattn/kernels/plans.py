@@ -69,7 +69,8 @@ def stores_scores(traits: Traits) -> Iterator[str]:
         return
     programs = entries * traits.kv_heads * triton.cdiv(traits.len_k, STORED_KEYS)
     if entries < traits.batch and programs < least:
-        yield f"stores dS of as many batch entries in {most} MiB as make {least} programs, not {programs}"
+        has = f"not of {entries}, which make {programs}"
+        yield f"stores dS of all {traits.batch} batch entries in {most} MiB, or of so many as make {least} programs, {has}"
 
 
 @joined
