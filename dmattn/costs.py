@@ -198,7 +198,7 @@ class Call:
             total += _of_parts(few, None, d_query[part], "portable: d_query of d_bias")
             total += self._of_group_parts(few, as_keys, None if d_bias is None else d_bias[part])
         if "d_bias of pairs, shared" in choice.makes:
-            total += 4 * d_bias.numel() * (-(-batch // entries) if d_bias.shape[0] == 1 else 1)
+            total += 4 * d_bias.numel() * (2 if entries < batch and d_bias.shape[0] == 1 else 1)  # the total, and the sum of a part
         return total
 
     def _of_copies(self, name: str, copies: Copies) -> int:

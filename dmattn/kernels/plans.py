@@ -60,6 +60,8 @@ def stores_scores(traits: Traits) -> Iterator[str]:
     """dS is stored where products are of float32, and that of few batch entries makes enough programs."""
     if traits.dtype.itemsize == 2:
         yield "is for float32, whose products take longer than dS takes to be written and read"
+    if D_BIAS_OF_PAIRS in traits.wanted:
+        yield "leaves d_bias (..., Sq, Sk) of a bias that no two (batch, head) share to kernels that make it beside d_query"
     if traits.left is not None:
         yield "leaves a window to kernels that write no dS of the pairs that it hides"
     entries = stored_scores.entries_at_once(traits.batch, traits.heads, traits.len_q, traits.len_k)

@@ -396,6 +396,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper: d_key, d_value, d_bias by intervals", dict(features=DENSE.features), "is for an IntervalMask, and there is none"),
     ("backward: portable: d_query of d_bias", dict(features=frozenset({"softcap", "bias of pairs"})), "does not serve softcap"),
     ("backward: portable, dS stored", dict(dtype=BF16), "is for float32, whose products take longer than dS takes to be written and read"),
+    ("backward: portable, dS stored", dict(wanted=DENSE.wanted), "leaves d_bias (..., Sq, Sk) of a bias that no two (batch, head) share to kernels that make it beside d_query"),
     ("backward: portable, dS stored", dict(left=100), "leaves a window to kernels that write no dS of the pairs that it hides"),
     ("backward: portable, dS stored", dict(len_k=20000), "stores dS of whole batch entries in 128 MiB, too few for 4 heads of 512 x 20000 pairs"),
     ("backward: portable, dS stored", dict(batch=200, len_q=2048), "stores dS of all 200 batch entries in 128 MiB, or of so many as make 396 programs, not of 8, which make 256"),

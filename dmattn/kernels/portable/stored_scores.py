@@ -63,9 +63,10 @@ def gradients(
             continue
         if d_bias.shape[0] > 1:
             d_bias[part].copy_(_sum_over_members(d_scores, d_scores.shape[0], d_bias.shape[1]))
+        elif total is None:
+            total = _sum_over_members(d_scores, 1, d_bias.shape[1])
         else:
-            of_part = _sum_over_members(d_scores, 1, d_bias.shape[1])
-            total = of_part if total is None else total.add_(of_part)
+            total.add_(_sum_over_members(d_scores, 1, d_bias.shape[1]))
     if d_bias is not None and total is not None:
         d_bias.copy_(total)
 

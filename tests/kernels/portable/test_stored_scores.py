@@ -1,4 +1,5 @@
-"""dS that is stored a part of the batch at a time gives what it gives at once: what depends on one batch entry to the last bit."""
+"""dS that is stored a part of the batch at a time gives what it gives at once: what depends on one batch entry to the last bit,
+where each part deals a group's heads out alike."""
 
 from __future__ import annotations
 
