@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-GRANULE = 32  # queries and keys: no tile of a matrix product is smaller but those of float32 at head dim 256, and some of wider heads
+GRANULE = 32  # queries and keys: no tile of a matrix product is smaller but some of float32, and some of wide heads
 ATTENDED, HIDDEN = 1, 2
 
 
