@@ -320,7 +320,7 @@ BACKWARD = (
     Row(
         "portable, dS stored",
         OF_TOKENS | {D_BIAS_OF_KEYS, D_BIAS_SHARED},
-        MASKS - {"block mask"} | BIASES | WINDOW | SINKS | FURTHER,
+        MASKS | BIASES | WINDOW | SINKS | FURTHER,
         plans.stores_scores,
         reads=AS_DELTA,
         needs=OF_TOKENS,

@@ -400,7 +400,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: portable, dS stored", dict(left=100), "leaves a window to kernels that write no dS of the pairs that it hides"),
     ("backward: portable, dS stored", dict(len_k=20000), "stores dS of whole batch entries in 128 MiB, too few for 4 heads of 512 x 20000 pairs"),
     ("backward: portable, dS stored", dict(batch=200, len_q=2048), "stores dS of all 200 batch entries in 128 MiB, or of so many as make 396 programs, not of 8, which make 256"),
-    ("backward: portable, dS stored", dict(features=frozenset({"block mask"})), "does not serve a BlockMask"),
+    ("backward: portable, dS stored", dict(features=INTERVALS), "does not serve an IntervalMask"),
     ("backward: Hopper: d_query", dict(features=DENSE.features, bias=DENSE.bias, wanted=DENSE.wanted), "another kernel makes d_query, of d_bias (..., Sq, Sk)"),
     ("backward: Hopper: d_query", dict(head_dim=64, value_dim=64, len_k=256), "with head dims of 64 is for a bias (..., Sq, Sk), or for queries that see 257 keys and more, not 256, as"),
     ("backward: Hopper: d_query", dict(features=frozenset({"bias of distances"}), wanted=frozenset({D_KEY})), "makes sums for the gradient of a RelativeBias beside d_query, and query needs no gradient"),

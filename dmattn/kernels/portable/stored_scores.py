@@ -19,7 +19,7 @@ from .key_grad import key_gradients
 from .query_grad import query_gradients
 
 ROOM = 128 << 20  # bytes of dS at once: enough for short rows to fill a GPU several times
-_BY_ENTRY = ("query", "key", "value", "mask", "states", "bias")  # fields of a problem that may differ among batch entries
+_BY_ENTRY = ("query", "key", "value", "mask", "blocks", "states", "bias")  # fields of a problem that may differ among batch entries
 
 
 def entries_at_once(batch: int, heads: int, len_q: int, len_k: int) -> int:

@@ -26,6 +26,7 @@ CASES = [
     Case("shared", *LENGTHS, batch=5, heads=2, bias="1hqk", head_dim=96),  # the sum over parts, and dK as a product of dS
     Case("heads share", *LENGTHS, batch=5, heads=4, bias="b1qk", mask="b1qk"),  # each entry has its own sum
     Case("grouped", *LENGTHS, batch=5, heads=4, kv_heads=2, bias="b11k", mask="11qk", causal=True),  # sums by key
+    Case("blocks", *LENGTHS, batch=5, heads=2, bias="1hqk", mask="b1qk", blocked=True),  # each entry has its own
     Case("rounded", *LENGTHS, batch=5, heads=2, bias="1hqk", bias_dtype=torch.float16),  # the sum is rounded once
 ]
 
