@@ -126,6 +126,9 @@ _ROWS = (
     Workload("bias_cross", 8, 12, 12, 512, 1500, 64, bias="1hqk"),
     Workload("bias_cross_own", 4, 16, 16, 448, 1500, 64, bias="bhqk", like="Whisper"),
     Workload("bias_d80_729", 16, 16, 16, 729, 729, 80, bias="1hqk"),
+    Workload("bias_d40_1536", 9, 3, 3, 1536, 1536, 40, bias="1hqk"),
+    Workload("bias_d56_pad_1000", 8, 12, 12, 1000, 1000, 56, bias="1hqk", padded=True),
+    Workload("bias_own_d48_3000", 1, 12, 12, 3000, 3000, 48, bias="bhqk"),
     Workload("bias_d256", 1, 8, 8, 4096, 4096, 256, bias="bhqk"),
     Workload("bias_d256_shared", 2, 8, 8, 2048, 2048, 256, bias="1hqk"),
     Workload("bias_d160", 2, 8, 8, 2048, 2048, 160, bias="1hqk"),
@@ -135,6 +138,7 @@ _ROWS = (
     Workload("triangle_256_fp32", 128, 4, 4, 256, 256, 32, bias="1hqk", padded=True, dtype="fp32"),
     Workload("gqa_80_fp32", 512, 16, 4, 80, 80, 64, bias="1hqk", mask="b1qk", dtype="fp32"),
     Workload("bias_key_500_d96_fp32", 9, 12, 6, 500, 500, 96, bias="bh1k", padded=True, dtype="fp32"),
+    Workload("gqa_mask_127_fp32", 48, 12, 3, 100, 127, 64, mask="bhqk", dtype="fp32"),
     Workload("bias_fp32", 1, 8, 8, 2048, 2048, 64, bias="1hqk", dtype="fp32"),
     # other biases
     Workload("bias_key_d64", 4, 16, 16, 4096, 4096, 64, bias="bh1k"),
@@ -153,6 +157,10 @@ _ROWS = (
     Workload("factors_d64", 2, 16, 16, 4096, 4096, 64, factors=16),
     # decoding
     Workload("decode_4k_b64", 64, 32, 8, 1, 4096, 128, inference=True),
+    Workload("decode_4k_b24", 24, 32, 8, 1, 4096, 128, inference=True),
+    Workload("decode_2k_b96", 96, 32, 8, 1, 2048, 128, inference=True),
+    Workload("decode_2k_b64_mha", 64, 8, 8, 1, 2048, 128, inference=True),
+    Workload("decode_2_queries_d192", 24, 8, 8, 2, 4096, 192, causal=True, inference=True, dtype="fp16"),
     Workload("decode_32k_b8", 8, 32, 8, 1, 32768, 128, inference=True),
     Workload("decode_4k_b32_pad", 32, 32, 8, 1, 4096, 128, padded=True, inference=True),
     Workload("decode_1k_b16_d64", 16, 32, 8, 1, 1024, 64, inference=True),

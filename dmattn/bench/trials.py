@@ -42,20 +42,15 @@ TIMED = (
     (Workload("own_bias", 2, 16, 16, 2048, 2048, 0, bias="bhqk"), " with pairs", ("forward", "keys", "queries of d_bias")),
     (Workload("documents", 2, 16, 16, 4096, 4096, 0, documents=16), " by intervals", ("forward", "keys", "queries")),
     (Workload("dynamic_mask", 1, 16, 8, 8192, 8192, 0, bias="bg1k"), " by intervals", ("forward", "keys", "queries")),
-    (Workload("decoding", 1, 32, 8, 1, 32768, 0, bias="bg1k", inference=True), " of few rows", ("split keys",)),
+    (Workload("decoding", 1, 32, 8, 1, 32768, 0, bias="bg1k", inference=True), "", ("split keys",)),
     (Workload("decoding_8_queries", 1, 32, 8, 8, 32768, 0, bias="bg1k", causal=True, inference=True), "", ("split keys",)),
 )
 FP32 = torch.float32  # of a bias, whose tiles are then the largest
-SPLIT = {  # of decoding
-    " of few rows": (
-        Case("few-queries", 2, 4096, heads=8, kv_heads=2, bias="bg1k", softcap=20.0, bias_dtype=FP32),
-        Case("few-queries-causal", 4, 4096, heads=8, kv_heads=2, causal=True),
-    ),
-    "": (
-        Case("8-queries", 8, 4096, heads=8, kv_heads=2, bias="bg1k", softcap=20.0, bias_dtype=FP32),
-        Case("16-queries-causal", 16, 4096, heads=8, kv_heads=2, causal=True),
-    ),
-}
+SPLIT = (  # of decoding
+    Case("few-queries", 2, 4096, heads=8, kv_heads=2, bias="bg1k", softcap=20.0, bias_dtype=FP32),
+    Case("8-queries", 8, 4096, heads=8, kv_heads=2, bias="bg1k", softcap=20.0, bias_dtype=FP32),
+    Case("16-queries-causal", 16, 4096, heads=8, kv_heads=2, causal=True),
+)
 JUDGED = {
     "": (
         Case("keys-bias-gqa-causal-softcap", 200, 331, heads=4, kv_heads=2, bias="bg1k", causal=True, softcap=20.0, bias_dtype=FP32),
@@ -128,7 +123,7 @@ def timed(head_dim: int, kernels: Sequence[str]) -> list[Trial]:
 
 def cases(kernel: str, kind: str, head_dim: int) -> Iterator[Case]:
     """Problems by which a tile for a kind of a kernel is judged."""
-    for case in (SPLIT if kernel == "split keys" else JUDGED)[kind.removeprefix(kernel)]:
+    for case in SPLIT if kernel == "split keys" else JUDGED[kind.removeprefix(kernel)]:
         is_own = case.bias == "bhqk"
         if kernel == "queries of d_bias" and (not is_own or case.blocked):
             continue

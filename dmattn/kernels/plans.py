@@ -112,9 +112,10 @@ def _in_one_tile(traits: Traits) -> Iterator[str]:
 def split_keys(traits: Traits) -> Iterator[str]:
     """One tile holds the few queries of several heads; or the programs would leave processors room for more, and there are keys to split.
 
-    And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all. Results of packed
-    sequences are merged anyway, which takes longer than reading few keys. Where 9 queries or more of two heads fill a tile, and too few of them
-    the processors, programs of their own are faster.
+    And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all; and few of wide heads, or
+    of so many programs that the kernel which splits no keys ends in two rounds. Results of packed sequences are merged anyway, which takes
+    longer than reading few keys. Where 9 queries or more of two heads fill a tile, and too few of them the processors, programs of their own
+    are faster.
     """
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     if limits.block_m == 0:
@@ -128,6 +129,10 @@ def split_keys(traits: Traits) -> Iterator[str]:
     is_small, are_many = 2 * traits.len_q <= FEW_ROWS and not is_packed, visible >= 2 * portable_split_keys.LEAST_KEYS
     if in_one_tile and (is_small or (are_many and (group > 2 or packing.programs >= traits.processors))):
         return
+    if is_small and portable_split_keys.is_wide(traits.dtype, traits.head_dim, traits.value_dim):
+        return
+    if is_small and not is_masked and _are_unsplit_in_two_rounds(traits, packing.programs):
+        return
     dims = traits.head_dim + traits.value_dim
     read = portable_split_keys.bytes_of_keys(traits.batch * traits.kv_heads, traits.len_k, dims, traits.dtype)
     if are_few and is_masked and visible <= _KEYS_WITHOUT_LISTS and not is_packed and read < portable_split_keys.LISTED_BYTES:
@@ -139,6 +144,12 @@ def split_keys(traits: Traits) -> Iterator[str]:
     most = traits.processors if are_few else traits.processors // 2
     if packing.programs > most and not in_one_tile:
         yield f"splits keys that up to {most} programs would read, on {traits.processors} multiprocessors, not {packing.programs}"
+
+
+def _are_unsplit_in_two_rounds(traits: Traits, programs: int) -> bool:
+    """Whether the forward pass that splits no keys has so many programs of few queries of 16 bits that they end in two rounds."""
+    at_once = 4 if max(block_dim(traits.head_dim), block_dim(traits.value_dim)) <= 64 else portable_split_keys.PROGRAMS_PER_PROCESSOR
+    return traits.dtype.itemsize == 2 and portable_split_keys.are_nearly_two(programs / (at_once * traits.processors))
 
 
 @joined

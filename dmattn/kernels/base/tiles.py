@@ -38,14 +38,13 @@ _TABLE = {
     # NVIDIA H200, 2026-11-21, by a script that `dmattn tune` has replaced (benchmarks/results/tune_nvidia_h200.json, where "split keys" are
     # "decoding" and "queries of d_bias" are "products"); head dim 256 untimed. NVIDIA H100, 2026-11-26, by `dmattn tune` and then on the
     # matrix's own rows (docs/history.md): "forward" at 64, "forward by intervals" to 128, "keys with pairs" to 64, "queries by intervals" to
-    # 64, "queries with pairs" and "queries of d_bias" to 64. NVIDIA H200, 2026-11-26, on those rows: the most registers, and "split keys of
-    # few rows" at 128. "with pairs" is with a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with
-    # intervals, whose tiles are full of short lives, so that smaller ones waste less; "of few rows" with few queries of all heads that share
-    # keys. Of "one tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and so of "whole rows" (evoformer_row,
-    # docs/history.md); with two stages ptxas serialises the matrix products of "whole rows". "one tile of out" is its forward pass, at 128 by
-    # 50 x 50 pairs of head dims 80 and 96, which took 0.112 and 0.109 ms with 8 warps and take 0.066; "of few" is the backward pass of at most
-    # 32 queries and keys, or where heads share keys of either; "of groups" that of more where they do (NVIDIA H200, 2026-11-28,
-    # shared_and_capped_nvidia_h200.json).
+    # 64, "queries with pairs" and "queries of d_bias" to 64. NVIDIA H200, 2026-11-26, on those rows: the most registers. "with pairs" is with
+    # a bias or mask of pairs, whose tiles take registers and shared memory; "by intervals" with intervals, whose tiles are full of short lives,
+    # so that smaller ones waste less. Of "one tile" head dim 32 alone was timed (t5_window in speed_nvidia_h200_at_43752e4.json), and so of
+    # "whole rows" (evoformer_row, docs/history.md); with two stages ptxas serialises the matrix products of "whole rows". "one tile of out" is
+    # its forward pass, at 128 by 50 x 50 pairs of head dims 80 and 96, which took 0.112 and 0.109 ms with 8 warps and take 0.066; "of few" is
+    # the backward pass of at most 32 queries and keys, or where heads share keys of either; "of groups" that of more where they do (NVIDIA
+    # H200, 2026-11-28, shared_and_capped_nvidia_h200.json).
     "sm_90": {
         "forward": ((64, _FOUR_TO_A_PROCESSOR), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 64, 8, 2))),
         "forward with pairs": ((32, Tile(64, 64, 4, 3)), (64, Tile(128, 64, 4, 3)), (128, Tile(128, 64, 8, 3)), (256, Tile(64, 64, 8, 2))),
@@ -64,7 +63,6 @@ _TABLE = {
         "one tile of groups": ((64, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 8, 1)), (256, Tile(32, 32, 4, 1))),
         "one tile of out": ((32, Tile(64, 64, 4, 3)), (128, Tile(64, 64, 4, 2)), (256, Tile(32, 32, 4, 1))),
         "split keys": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 64, 4, 3)), (256, Tile(64, 32, 4, 3))),
-        "split keys of few rows": ((64, Tile(64, 128, 4, 3)), (128, Tile(64, 32, 2, 4)), (256, Tile(64, 32, 4, 3))),
         "whole rows": ((32, Tile(64, 64, 4, 1)), (256, _NOTHING_FITS)),
     },
     "hip": {"whole rows": _NO_WHOLE_ROWS}
@@ -175,11 +173,8 @@ def kinds_of(kernel: str, problem: Problem) -> tuple[str, ...]:
     kinds = [f"{kernel} by intervals"] if problem.first is not None else []
     if problem.pair_bias is not None or problem.pair_mask is not None or problem.bits is not None:
         kinds.append(f"{kernel} with pairs")
-    heads, len_q = problem.query.shape[1:3]
     if kernel.startswith("one tile of "):
         return (*kinds, kernel, "one tile")
-    if kernel == "split keys" and triton.next_power_of_2(len_q) * (heads // problem.key.shape[1]) <= FEW_ROWS:
-        kinds.append("split keys of few rows")
     return (*kinds, kernel)
 
 
@@ -218,6 +213,16 @@ def _frozen(kinds: tuple[str, ...], family: str, products: str | None, dim: int)
             floats = _FLOATS_ALWAYS | _FLOATS.get(family, _FLOATS_DEFAULT)
             rows = floats.get(_OF_QUERIES.get(kinds[-1], kinds[-1]), rows)
     return next(tile for largest, tile in rows if dim <= largest)
+
+
+def pick_storing(problem: Problem) -> Tile:
+    """The tile of "keys" for a launch that stores dS: of float32 with fewer queries, so that more programs share a processor.
+
+    NVIDIA H200, 2026-11-30, with 32 queries and 64: (64, 12 on 4, 200², 64) 0.548 and 0.655 ms, under a mask of pairs 0.688 and 0.943,
+    (6, 8, 500², 80) beside a shared bias 0.381 and 0.423, (16, 12, 320², 64) 0.264 and 0.262 (docs/history.md).
+    """
+    tile = pick("keys", problem)
+    return tile._replace(block_m=min(32, tile.block_m)) if problem.query.dtype == torch.float32 else tile
 
 
 def in_pieces(problem: Problem, tile: Tile) -> bool:

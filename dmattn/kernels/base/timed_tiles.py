@@ -32,7 +32,7 @@ from ...notices import once
 VARIABLE, FROZEN = "DMATTN_TILES", "frozen"
 FORMAT = 1
 KERNELS = ("forward", "keys", "queries", "queries of d_bias", "bias", "split keys")
-KINDS = frozenset(kernel + what for kernel in KERNELS for what in ("", " with pairs", " by intervals")) | {"split keys of few rows"}
+KINDS = frozenset(kernel + what for kernel in KERNELS for what in ("", " with pairs", " by intervals"))
 NARROW, FLOATS = "16 bits", "float32"  # dtypes of query, key and value; the latter with products of parts (`dmattn.precision`)
 NUMBERS = (NARROW, FLOATS)
 HEAD_DIMS = (32, 64, 128, 256)  # the largest of what a tile serves, padded to a power of two

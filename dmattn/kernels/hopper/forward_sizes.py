@@ -4,6 +4,7 @@ programs share a processor.
 They follow from what the host knows of a call, and from times: docs/history.md.
 """
 
+import math
 from typing import NamedTuple
 
 from ...problem import Problem
@@ -37,6 +38,10 @@ KEYS_BY_TWOS = 512
 # NVIDIA H200, 2026-11-30: so have head dims 40 and 56 without a bias of pairs, 2048 queries of 64 (batch, head) over 40 keys 0.026 to 0.020 ms,
 # 257 0.045 to 0.036, 577 0.064 to 0.060, 1024 0.093 to 0.088, 2048 0.147 to 0.155 (docs/history.md).
 KEYS_BY_TWOS_PADDED = 1024
+# NVIDIA H200, 2026-11-30: padded head dims 40 to 56 beside a bias of pairs, by programs of one consumer, two of two, and three consumers:
+# (9, 3, 1536², 40) 0.086, 0.065 and 0.055 ms, (8, 12, 1024², 40) 0.113, 0.076 and 0.091, (1, 16, 6000², 48) 0.432, 0.388 and 0.349, over 1024
+# keys of 48 dims 0.073, 0.074 and 0.090. Rows of 48 dims are a multiple of SECTOR; which of the last two is faster follows from their rounds.
+PACE_OF_THREE = 0.94  # time of three consumers for a row of queries, that of two being 1
 # NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
 # (docs/history.md).
 KEYS_IN_TURN = 8192
@@ -59,6 +64,8 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
     width = max(copied_dims(dim), dim_v)
     if _are_by_twos(problem, width, loaded):
         return Sizes(2, KEYS // 2, STAGES + 1, 2)
+    if not loaded and _is_slow_with_one(problem, width):
+        return _in_fewest_rounds(problem)
     if _are_of_one(problem, width):
         stages = STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1
         return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
@@ -83,15 +90,41 @@ def _are_by_twos(problem: Problem, width: int, loaded: bool) -> bool:
     """Whether two programs of two consumers share a processor, where these fill the GPU: of heads to 32 dims beside a bias of pairs, and of
     rows that the copy engine is slow with, without one, over few keys.
     """
-    bias, (batch, heads, len_q), len_k = problem.pair_bias, problem.query.shape[:3], problem.key.shape[2]
+    bias, (batch, heads), len_k = problem.pair_bias, problem.query.shape[:2], problem.key.shape[2]
     hides = (problem.left, problem.right, problem.first, problem.ends_q, problem.bits, problem.pair_mask) != (None,) * 6
-    if hides or -(-len_q // 128) * batch * heads < 2 * processors(problem.query.device):
+    if hides or _blocks(problem, 2) < 2 * processors(problem.query.device):
         return False
     if bias is None:
         return problem.bias is None and width == PANEL.value and _has_odd_rows(problem) and len_k <= KEYS_BY_TWOS_PADDED
     if loaded or width >= PANEL.value:
         return False
     return problem.mask is None or (problem.mask.shape[2] == 1 and bias.shape[:2] == (batch, heads) and len_k >= KEYS_BY_TWOS)
+
+
+def _is_slow_with_one(problem: Problem, width: int) -> bool:
+    """Whether head dims that do not fill a PANEL stand beside a copied bias of pairs: over many keys, or in rows that the copy engine is slow
+    with, and in blocks of 128 queries enough for all processors.
+    """
+    hides = (problem.left, problem.first, problem.ends_q, problem.bits, problem.pair_mask) != (None,) * 5
+    if problem.pair_bias is None or hides or width != PANEL.value or not is_padded(problem, width):
+        return False
+    return _blocks(problem, 2) >= processors(problem.query.device) and (_has_odd_rows(problem) or mean_keys(problem) > KEYS_OF_ONE)
+
+
+def _in_fewest_rounds(problem: Problem) -> Sizes:
+    """Three consumers, or two programs of two: whichever ends sooner."""
+    count = processors(problem.query.device)
+    threes, twos = _blocks(problem, 3) / count, _blocks(problem, 2) / (2 * count)
+    if even_work(problem):
+        threes, twos = math.ceil(threes), math.ceil(twos)
+    if 3 * PACE_OF_THREE * threes < 4 * twos:
+        return Sizes(3, KEYS // 2, STAGES + 1, 1)
+    return Sizes(2, KEYS // 2, STAGES, 2)
+
+
+def _blocks(problem: Problem, consumers: int) -> int:
+    """Blocks of queries of so many consumers."""
+    return -(-problem.query.shape[2] // (64 * consumers)) * math.prod(problem.query.shape[:2])
 
 
 def _are_of_one(problem: Problem, width: int) -> bool:
@@ -116,12 +149,12 @@ def _are_of_one(problem: Problem, width: int) -> bool:
     few = KEYS_OF_ONE_WIDE
     if windowed and not pairs:
         few = KEYS_OF_ONE_WINDOW_WIDE
-    elif _is_padded(problem, width):
+    elif is_padded(problem, width):
         few = 0 if _has_odd_rows(problem) and not pairs else KEYS_OF_ONE_PADDED
     return mean_keys(problem) <= (2 * few if pairs else few) * width // 128
 
 
-def _is_padded(problem: Problem, width: int) -> bool:
+def is_padded(problem: Problem, width: int) -> bool:
     """Whether neither head dim fills the tiles."""
     return max(problem.query.shape[3], problem.value.shape[3]) < width
 
@@ -158,7 +191,7 @@ def _keys_of(problem: Problem, width: int, dim: int, dim_v: int) -> int:
     """
     if width < PANEL.value or (width > 128 and (dim > 192 or dim_v != 128 or problem.pair_bias is not None)):
         return KEYS // 2
-    few = _is_padded(problem, width) and typical_length(problem, of_keys=True) <= (FEW_KEYS_PLAIN if problem.bias is None else FEW_KEYS)
+    few = is_padded(problem, width) and typical_length(problem, of_keys=True) <= (FEW_KEYS_PLAIN if problem.bias is None else FEW_KEYS)
     return KEYS // 2 if PANEL.value < width <= 128 and (few or _are_many_at_edges(problem)) else KEYS
 
 

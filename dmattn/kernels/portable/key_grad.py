@@ -16,7 +16,7 @@ from ..base.place import LARGEST, place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
-from ..base.tiles import in_pieces, launch_options, pick
+from ..base.tiles import in_pieces, launch_options, pick, pick_storing
 from ..visits.walk import query_lists, query_range, walk_step, walk_steps
 from .group_parts import GroupParts, numbers_of, part_of_group, under_part
 
@@ -39,7 +39,7 @@ def key_gradients(
     intervals and without `d_bias`, it says for each where its gradients and its sums belong; other places are left as they are.
     """
     heads, kv_heads = problem.query.shape[1], problem.key.shape[1]
-    tile = pick("keys", problem)
+    tile = pick("keys", problem) if d_bias is None else pick_storing(problem)
     blocks = packed_blocks(problem, tile.block_n, by_key=True)
     lists = query_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):

@@ -41,9 +41,18 @@ from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 
 PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
-# Under a mask of each batch entry they do not, as these keep more or fewer keys. NVIDIA H200, 2026-11-27, padding, with 4 instead of 2: 32
-# batch entries of head dim 128 in 0.134 ms instead of 0.183, 16 of head dim 64 in 0.043 instead of 0.040.
-PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 4, 256  # of keys and values together, at least
+# Under a mask of each batch entry they do not, as these keep more or fewer keys. NVIDIA H200, 2026-11-30, padding, 32 heads on 8 of head dim
+# 128: 32 batch entries of 4096 keys with 2, 4 and 6 in 0.133, 0.141 and 0.125 ms, 8 of 8192 keys with 4 and 6 in 0.067 and 0.068.
+PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 6, 256  # of keys and values together, at least
+# Where more programs than that share tiles of FEW_ROWS, lighter ones let more run at once. That of which all run in two rounds that are nearly
+# whole ends with processors that wait. NVIDIA H200, 2026-11-30, 32 heads on 8, head dim 128, by 64 keys in 3 and in 2 stages: 36 batch entries
+# 0.164 and 0.157 ms, 64 (rounds 1.94 and 1.29) 0.280 and 0.250, 96 of half the keys (2.91 and 1.94) 0.192 and 0.205, 128 of a quarter 0.137
+# and 0.134; 64 of head dim 64 by 128 and by 64 keys 0.083 and 0.076.
+NEARLY_TWO = 1.6  # rounds, to 2
+SHARED_BYTES = 224 << 10  # of a processor
+# NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and
+# 0.210, 320 of head dim 256 0.174 and 0.176. The kernel that splits no keys took 0.288, 0.358 and 0.276.
+SPLITS_OF_WIDE, WIDE_DIMS = 2, 128  # at least, of head dims over that
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
 # NVIDIA H200, 2026-11-28: (1, 32 on 8, 4 x 777, 96) 0.0259 ms unsplit, 0.0127 in 6 splits, 0.0112 in 12; (1, 8 on 1, 4 x 1500, 128) 0.0315 and
 # 0.0106. Results of so few bytes are merged in 2 microseconds, in which a program reads about 250 keys (docs/history.md).
@@ -137,7 +146,7 @@ class Work(NamedTuple):
 def plan_of(problem: Problem) -> Plan:
     """The division of a problem. The keys are split for a whole round of programs, as far as there are keys for it.
 
-    Under a mask of each batch entry there are two rounds. Programs that have little to read, on most processors, have no split.
+    Under a mask of each batch entry there are three rounds. Programs that have little to read, on most processors, have no split.
     """
     limits, group = pick("split keys", problem), _group(problem)
     (batch, kv_heads, len_k, _), len_q = problem.key.shape, problem.query.shape[2]
@@ -146,11 +155,36 @@ def plan_of(problem: Problem) -> Plan:
     uneven = differs and problem.key.shape[3] + problem.value.shape[3] >= DIMS_UNDER_A_MASK
     count, visible = processors(problem.query.device), whole(visible_keys(len_q, len_k, problem.left, problem.right))
     fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * count // packing.programs
+    if is_wide(problem.query.dtype, problem.key.shape[3], problem.value.shape[3]):
+        fill = max(fill, SPLITS_OF_WIDE)
     read = visible * (problem.key.shape[3] + problem.value.shape[3]) * problem.key.element_size()
     if packing.programs >= MOST_PROCESSORS * count and read <= BYTES_OF_ONE and not differs:
         fill = 1
     work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * problem.value.shape[3], problem.is_masked)
-    return Plan(limits._replace(block_m=packing.rows), packing, work.worthwhile(max(1, min(fill, work.most))))
+    splits, tile = work.worthwhile(max(1, min(fill, work.most))), limits._replace(block_m=packing.rows)
+    if packing.rows == FEW_ROWS and not differs and packing.programs * splits > PROGRAMS_PER_PROCESSOR * count:
+        tile = _lighter(tile, packing.programs * splits / count, problem)
+    return Plan(tile, packing, splits)
+
+
+def is_wide(dtype: torch.dtype, *dims: int) -> bool:
+    """Whether these are head dims of which the forward pass that splits no keys has one program on a processor, in 16 bits."""
+    return dtype.itemsize == 2 and WIDE_DIMS < max(dims) <= 2 * WIDE_DIMS
+
+
+def are_nearly_two(rounds: float) -> bool:
+    """Whether programs end in two rounds that are nearly whole, after which most processors wait for the rest."""
+    return NEARLY_TWO < rounds <= 2
+
+
+def _lighter(tile: Tile, programs_each: float, problem: Problem) -> Tile:
+    """A tile of so many programs a processor with fewer bytes under way, where that lets more of them run at once, and not in two rounds."""
+    dims = block_dim(problem.key.shape[3]) + block_dim(problem.value.shape[3])
+    if dims > 2 * WIDE_DIMS:
+        return tile
+    light = tile._replace(block_n=64) if tile.block_n > 64 else tile._replace(stages=min(2, tile.stages))
+    at_once = SHARED_BYTES // (light.stages * light.block_n * dims * problem.key.element_size())
+    return tile if are_nearly_two(programs_each / max(1, at_once)) else light
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:

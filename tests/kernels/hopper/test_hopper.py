@@ -361,6 +361,32 @@ def test_programs_have_one_consumer_where_queries_meet_few_keys(
     assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=False) == sizes
 
 
+@pytest.mark.parametrize(
+    ("batch", "heads", "length", "head_dim", "options", "sizes"),
+    [
+        (9, 3, 1536, 40, {}, (3, 64, 3, 1)),  # 2 rounds of 192 rows a processor, or of 256
+        (8, 12, 1024, 40, {}, (2, 64, 2, 2)),  # 5, or 3
+        (1, 16, 6000, 48, {}, (3, 64, 3, 1)),  # 4, or 3
+        (4, 8, 2048, 48, {}, (2, 64, 2, 2)),  # 3, or 2
+        (4, 8, 2048, 40, {"causal": True}, (3, 64, 3, 1)),  # whose programs draw their blocks, so that no round is whole
+        (8, 12, 1024, 48, {}, (1, 64, 2, 3)),  # of whole sectors, over few keys
+        (8, 12, 1024, 64, {}, (1, 64, 2, 3)),
+        (1, 4, 1024, 40, {}, (1, 64, 2, 3)),  # too few blocks
+        (8, 12, 1024, 40, {"window": (200, 0)}, (1, 64, 2, 3)),
+    ],
+)
+def test_padded_heads_beside_a_bias_of_pairs_share_copies(
+    batch: int, heads: int, length: int, head_dim: int, options: dict, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One consumer a program took up to 1.6 times as long (docs/history.md)."""
+    monkeypatch.setattr(forward_sizes, "processors", lambda device: 132)
+    tokens = tensor(1, 1, 1, head_dim).expand(batch, heads, length, head_dim)
+    bias = tensor(1, 1, 1, 1).expand(1, heads, length, length)
+    one = leading.flattened(problem(query=tokens, key=tokens, value=tokens, bias=bias, **options))[0]
+    assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=False) == sizes
+    assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=True).consumers == 1
+
+
 @pytest.mark.parametrize("dims", [(136, 72), (192, 128), (200, 64), (250, 128)], ids=str)
 def test_wide_queries_beside_values_to_128_have_two_consumers(dims: tuple[int, int]) -> None:
     """However few keys they meet: programs of one consumer took 0.096 ms where two take 0.058 (bias_192_128 of the matrix)."""
@@ -423,6 +449,10 @@ def test_programs_have_one_consumer_in_place_of_two_to_twice_the_keys() -> None:
         (512, 128, 99, {"causal": True}, (1, 64, 2)),
         (576, 128, 99, {"causal": True}, (2, 64, 1)),
         (256, 256, 99, {}, (2, 64, 1)),
+        (1025, 40, 99, {"pairs": True}, (2, 64, 1)),  # padded head dims, of which two consumers share copies
+        (1025, 64, 99, {"pairs": True}, (1, 64, 2)),
+        (1024, 40, 99, {"pairs": True}, (1, 64, 2)),
+        (1025, 40, 99, {"pairs": True, "causal": True}, (1, 64, 2)),
     ],
 )
 def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
@@ -430,7 +460,8 @@ def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
 ) -> None:
     monkeypatch.setattr(backward_sizes, "processors", lambda device: 132)
     query, key = (tensor(1, heads, 1, head_dim).expand(batch, heads, length, head_dim) for heads in (4, 2))
-    one = problem(query=query, key=key, value=key, **options)
+    bias = tensor(1, 1, 1, 1).expand(1, 4, length, length) if options.get("pairs") else None
+    one = problem(query=query, key=key, value=key, bias=bias, **{name: x for name, x in options.items() if name != "pairs"})
     chosen = backward_sizes.key_sizes(one, None)
     assert (chosen.consumers, chosen.queries, chosen.programs) == sizes
 

@@ -44,9 +44,11 @@ CASES = (
 )
 
 
-def problem_of(heads: int, kv_heads: int, length: int, batch: int = 1, causal: bool = False) -> Problem:
-    case = Case("any", length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=64, causal=causal)
-    return meta(case, torch.bfloat16)
+def problem_of(
+    heads: int, kv_heads: int, length: int, batch: int = 1, causal: bool = False, head_dim: int = 64, dtype: torch.dtype = torch.bfloat16
+) -> Problem:
+    case = Case("any", length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, causal=causal)
+    return meta(case, dtype)
 
 
 def count_of(problem: Problem, programs: int, places: int, order: torch.Tensor | None = None) -> int:
@@ -62,6 +64,15 @@ def test_parts_fill_the_places_as_far_as_a_group_has_heads_and_queries() -> None
     assert count_of(problem_of(8, 8, 2048), 32, 264) == 1
     assert count_of(problem_of(32, 8, 1024, causal=True), 128, 264) == 2  # 4096 queries of a group, and 2048 for a part
     assert count_of(problem_of(71, 1, 2048), 32, 264, torch.empty((1, 1, 2048))) == 1
+
+
+def test_two_parts_of_float32_take_three_half_rounds_in_place_of_two() -> None:
+    """Where programs are up to half as many again as run at once: (48, 12 on 3, 100 x 127, 64) dK and dV 0.264 to 0.221 ms (docs/history.md)."""
+    short = problem_of(12, 3, 100, batch=48, dtype=torch.float32)
+    assert [count_of(short, programs, 264) for programs in (264, 265, 396, 397)] == [1, 2, 2, 1]
+    assert count_of(problem_of(12, 3, 50, batch=48, dtype=torch.float32), 288, 264) == 1  # 200 queries of a group
+    assert count_of(problem_of(12, 3, 100, batch=48), 288, 264) == 1  # of 16 bits
+    assert count_of(problem_of(12, 3, 100, batch=48, head_dim=160, dtype=torch.float32), 288, 264) == 1  # whose parts take more memory
 
 
 def test_room_is_the_results_own_where_one_program_has_a_group() -> None:
