@@ -216,13 +216,15 @@ def _frozen(kinds: tuple[str, ...], family: str, products: str | None, dim: int)
 
 
 def pick_storing(problem: Problem) -> Tile:
-    """The tile of "keys" for a launch that stores dS: of float32 with fewer queries, so that more programs share a processor.
+    """The tile of "keys" for a launch that stores dS: of float32 with fewer queries where that is faster, as more programs share a processor.
 
-    NVIDIA H200, 2026-11-30, with 32 queries and 64: (64, 12 on 4, 200², 64) 0.548 and 0.655 ms, under a mask of pairs 0.688 and 0.943,
-    (6, 8, 500², 80) beside a shared bias 0.381 and 0.423, (16, 12, 320², 64) 0.264 and 0.262 (docs/history.md).
+    NVIDIA H200, 2026-11-30, dK and dV with 32 queries and 64: (64, 12 on 4, 200², 64) 0.548 and 0.655 ms, under a mask of pairs 0.688 and
+    0.943, (6, 8, 500², 80) beside a shared bias 0.381 and 0.423, (16, 12, 320², 64) 0.264 and 0.262. The backward pass of (128, 4, 256², 32)
+    took 7 % more with 32, of (9, 12 on 6, 500², 96) beside a bias of keys 2 % (docs/history.md).
     """
-    tile = pick("keys", problem)
-    return tile._replace(block_m=min(32, tile.block_m)) if problem.query.dtype == torch.float32 else tile
+    tile, dim = pick("keys", problem), max(problem.query.shape[3], problem.value.shape[3])
+    is_faster = 32 < dim <= 64 or (64 < dim <= 96 and problem.pair_bias is not None)
+    return tile._replace(block_m=min(32, tile.block_m)) if problem.query.dtype == torch.float32 and is_faster else tile
 
 
 def in_pieces(problem: Problem, tile: Tile) -> bool:

@@ -14,7 +14,7 @@ from ..base.bias_columns import COLUMNS
 from ..base.described import typical_length
 from ..base.device import processors
 from .copies import PANEL, consumers_of, padded_dims, room
-from .forward_sizes import KEYS_OF_ONE, hides_pairs, is_padded, mean_keys
+from .forward_sizes import KEYS_OF_ONE, has_odd_rows, hides_pairs, is_padded, mean_keys
 
 ROWS = 64  # queries or keys of a consumer, and of a tile that it meets, or half as many
 STAGES = 2  # tiles of queries in shared memory
@@ -25,7 +25,9 @@ KEYS_OF_FEW, LENGTH_OF_ONE, LENGTH_OF_HALF = 512, 2048, 256
 # NVIDIA H200, 2026-11-27, causal: with 5 blocks a processor and more 3 to 12 % faster than two consumers, with 1.3 a tenth slower.
 BLOCKS_OF_THREE = 4  # of keys of three consumers, for each processor
 # NVIDIA H200, 2026-11-30: beside a bias of pairs two consumers of head dims 40 to 56, with a stage more, took 0.082 and 0.176 ms where two
-# programs of one took 0.099 and 0.202, over 1536 and 2048 keys; over 1000 keys with padding the same.
+# programs of one took 0.099 and 0.202, over 1536 and 2048 keys; over 1000 keys with padding the same. Of rows that the copy engine is slow with
+# three took 0.115 over 1024 keys and 0.088 over 496, two 0.119 and 0.096, two programs of one 0.144 and 0.110, without a bias 0.099, 0.108 and
+# 0.133. For dQ two in place of one took 0.081 where it took 0.096, without a bias 0.093 and 0.112 (docs/history.md).
 STAGES_OF_PADDED = 3
 TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # of dQ: keys of a tile; tiles of keys, values and bias in shared memory
 ROOMS = range(2, 17, 2)  # of dQ: tiles that stay on chip
@@ -71,8 +73,13 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
         return KeySizes(2, ROWS, _stages_beside(problem, d_bias), 1)
     windowed = problem.is_masked or problem.left is not None or problem.right is not None
     shortest = min(keys, typical_length(problem, of_keys=False))
-    if width == PANEL.value and not windowed and problem.pair_bias is not None and is_padded(problem, width) and shortest > KEYS_OF_ONE:
-        return KeySizes(2, ROWS, STAGES_OF_PADDED, 1)
+    simple = not windowed and problem.softcap is None and problem.ends_q is None
+    if width == PANEL.value and is_padded(problem, width) and simple:
+        threes = triton.cdiv(len_k, 3 * ROWS) * kv_heads * batch
+        if has_odd_rows(problem) and d_bias is None and shortest > LENGTH_OF_HALF and threes >= processors(problem.query.device):
+            return KeySizes(3, ROWS, STAGES_OF_PADDED, 1)
+        if problem.pair_bias is not None and shortest > KEYS_OF_ONE:
+            return KeySizes(2, ROWS, STAGES_OF_PADDED, 1)
     consumers = consumers_of(len_k, width) if _have_registers_for_three(problem, windowed) else 2
     beside, stage = _bytes_of(problem, d_bias)
     if consumers == 3 or width > PANEL.value:
@@ -125,11 +132,14 @@ def interval_key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
 
 
 def query_sizes(problem: Problem) -> QuerySizes:
-    """Those of a problem: one consumer of head dims to 64, which many keys of padded dims would wait for, and the first tile that has room."""
+    """Those of a problem: one consumer of head dims to 64, which many keys of padded dims would wait for, or that the copy engine is slow with,
+    and the first tile that has room.
+    """
     dims = sum(padded_dims(problem))
     width = max(padded_dims(problem))
     padded = not problem.query.shape[3] == problem.value.shape[3] == width
-    if width > PANEL.value or (padded and mean_keys(problem) > KEYS_OF_ONE):
+    are_slow = width == PANEL.value and has_odd_rows(problem) and _are_even(problem) and mean_keys(problem) > LENGTH_OF_HALF
+    if width > PANEL.value or (padded and (mean_keys(problem) > KEYS_OF_ONE or are_slow)):
         consumers, programs = 2, 1
     else:
         consumers, programs = 1, 2 if width == PANEL.value or hides_pairs(problem) else 3
@@ -138,6 +148,13 @@ def query_sizes(problem: Problem) -> QuerySizes:
     of_key = 2 * dims + described + (2 * consumers * ROWS if problem.pair_bias is not None else 0)
     keys, stages = next(tile for tile in TILES if beside + tile[0] * tile[1] * of_key <= room(programs))
     return QuerySizes(consumers, keys, stages, programs)
+
+
+def _are_even(problem: Problem) -> bool:
+    """Whether no pair is hidden, and blocks of queries of two consumers are enough for all processors."""
+    batch, heads, len_q, _ = problem.query.shape
+    hides = problem.is_masked or (problem.left, problem.right, problem.first, problem.ends_q) != (None,) * 4
+    return not hides and triton.cdiv(len_q, 2 * ROWS) * heads * batch >= processors(problem.query.device)
 
 
 def one_pass_sizes(width: int, len_q: int, len_k: int, *, biased: bool, masked: bool, hides: bool, stores: bool) -> OnePassSizes | None:

@@ -29,6 +29,8 @@ KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
 # NVIDIA H200, 2026-11-27: to these of padded head dims over 64, which are copied for nothing. To none, without a bias of pairs or a window,
 # where the copy engine is slow: rows of 40, 56, 72 or 88 dims are no multiple of the 32 bytes that memory gives at once (docs/history.md).
 KEYS_OF_ONE_PADDED, SECTOR = 320, 32
+# NVIDIA H200, 2026-11-30: under a mask of pairs, without a bias of them, two consumers share keys of 40 and 56 dims. By one and by two, (4, 16,
+# 2048², 40) 0.271 and 0.229 ms, (16, 12, 496², 40) 0.066 and 0.065, a mask of each head and 56 dims 0.236 and 0.233 (docs/history.md).
 # NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: in place of three consumers of head dim 64, and
 # in place of two over it (docs/history.md).
 KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
@@ -70,7 +72,8 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
         stages = STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1
         return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
     keys = KEYS // 2 if loaded else _keys_of(problem, width, dim, dim_v)
-    are_few = _has_odd_rows(problem) and mean_keys(problem) <= KEYS_OF_ONE  # blocks of two are done sooner than those of three
+    # blocks of two are done sooner than those of three
+    are_few = has_odd_rows(problem) and (mean_keys(problem) <= KEYS_OF_ONE or hides_pairs(problem))
     return Sizes(2 if are_few else consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
 
 
@@ -95,7 +98,7 @@ def _are_by_twos(problem: Problem, width: int, loaded: bool) -> bool:
     if hides or _blocks(problem, 2) < 2 * processors(problem.query.device):
         return False
     if bias is None:
-        return problem.bias is None and width == PANEL.value and _has_odd_rows(problem) and len_k <= KEYS_BY_TWOS_PADDED
+        return problem.bias is None and width == PANEL.value and has_odd_rows(problem) and len_k <= KEYS_BY_TWOS_PADDED
     if loaded or width >= PANEL.value:
         return False
     return problem.mask is None or (problem.mask.shape[2] == 1 and bias.shape[:2] == (batch, heads) and len_k >= KEYS_BY_TWOS)
@@ -108,7 +111,7 @@ def _is_slow_with_one(problem: Problem, width: int) -> bool:
     hides = (problem.left, problem.first, problem.ends_q, problem.bits, problem.pair_mask) != (None,) * 5
     if problem.pair_bias is None or hides or width != PANEL.value or not is_padded(problem, width):
         return False
-    return _blocks(problem, 2) >= processors(problem.query.device) and (_has_odd_rows(problem) or mean_keys(problem) > KEYS_OF_ONE)
+    return _blocks(problem, 2) >= processors(problem.query.device) and (has_odd_rows(problem) or mean_keys(problem) > KEYS_OF_ONE)
 
 
 def _in_fewest_rounds(problem: Problem) -> Sizes:
@@ -141,16 +144,17 @@ def _are_of_one(problem: Problem, width: int) -> bool:
     if width <= 64:
         two = consumers_of(typical_length(problem, of_keys=False), width) == 2
         few = 2 * KEYS_OF_ONE if two else KEYS_OF_ONE_WINDOW if windowed else KEYS_OF_ONE
-        if width == PANEL.value and _has_odd_rows(problem) and not windowed:
+        if width == PANEL.value and has_odd_rows(problem) and not windowed:
             few = 0
-        return pairs or hides_pairs(problem) or problem.first is not None or mean_keys(problem) <= few
+        hides = hides_pairs(problem) and not (width == PANEL.value and has_odd_rows(problem))
+        return pairs or hides or problem.first is not None or mean_keys(problem) <= few
     if problem.first is not None:
-        return width == 128 and problem.query.shape[0] == 1 and problem.bias is None and not _has_odd_rows(problem)
+        return width == 128 and problem.query.shape[0] == 1 and problem.bias is None and not has_odd_rows(problem)
     few = KEYS_OF_ONE_WIDE
     if windowed and not pairs:
         few = KEYS_OF_ONE_WINDOW_WIDE
     elif is_padded(problem, width):
-        few = 0 if _has_odd_rows(problem) and not pairs else KEYS_OF_ONE_PADDED
+        few = 0 if has_odd_rows(problem) and not pairs else KEYS_OF_ONE_PADDED
     return mean_keys(problem) <= (2 * few if pairs else few) * width // 128
 
 
@@ -159,7 +163,7 @@ def is_padded(problem: Problem, width: int) -> bool:
     return max(problem.query.shape[3], problem.value.shape[3]) < width
 
 
-def _has_odd_rows(problem: Problem) -> bool:
+def has_odd_rows(problem: Problem) -> bool:
     """Whether rows of head dims, of 16 bits each, are no multiple of SECTOR bytes."""
     return any(2 * x.shape[3] % SECTOR for x in (problem.query, problem.value))
 

@@ -53,13 +53,15 @@ def test_few_queries_of_float32_have_tiles_that_were_timed(monkeypatch, asked, k
     assert tiles.pick(kernel, Problem.canonical(x, x, x, mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)) == tile
 
 
-@pytest.mark.parametrize(("head_dim", "tile"), [(32, Tile(32, 64, 4, 1)), (96, Tile(32, 64, 4, 1, 32)), (256, Tile(32, 64, 4, 1, 64))])
+@pytest.mark.parametrize(("head_dim", "tile"), [(32, Tile(64, 64, 4, 1)), (64, Tile(32, 64, 4, 1)), (96, Tile(64, 64, 4, 1, 32))])
 def test_float32_that_is_stored_has_tiles_of_fewer_queries(monkeypatch, asked, head_dim, tile):
     asked("bf16x6")
     monkeypatch.setattr(tiles, "device_family", lambda device: "sm_90")
     options = dict(mask=None, bias=None, causal=False, window=None, scale=None, softcap=None)
     x = torch.empty(1, 1, 320, head_dim)
     assert tiles.pick_storing(Problem.canonical(x, x, x, **options)) == tile
+    biased = options | dict(bias=torch.empty(1, 1, 320, 320))
+    assert tiles.pick_storing(Problem.canonical(x, x, x, **biased)).block_m == (64 if head_dim == 32 else 32)
     half = Problem.canonical(*[x.half()] * 3, **options)
     assert tiles.pick_storing(half) == tiles.pick("keys", half)
 

@@ -368,6 +368,8 @@ def test_programs_have_one_consumer_where_queries_meet_few_keys(
         (8, 12, 1024, 40, {}, (2, 64, 2, 2)),  # 5, or 3
         (1, 16, 6000, 48, {}, (3, 64, 3, 1)),  # 4, or 3
         (4, 8, 2048, 48, {}, (2, 64, 2, 2)),  # 3, or 2
+        (4, 16, 2048, 40, {"bias": None, "mask": True}, (2, 128, 2, 1)),
+        (4, 16, 2048, 48, {"bias": None, "mask": True}, (1, 64, 3, 3)),
         (4, 8, 2048, 40, {"causal": True}, (3, 64, 3, 1)),  # whose programs draw their blocks, so that no round is whole
         (8, 12, 1024, 48, {}, (1, 64, 2, 3)),  # of whole sectors, over few keys
         (8, 12, 1024, 64, {}, (1, 64, 2, 3)),
@@ -375,16 +377,19 @@ def test_programs_have_one_consumer_where_queries_meet_few_keys(
         (8, 12, 1024, 40, {"window": (200, 0)}, (1, 64, 2, 3)),
     ],
 )
-def test_padded_heads_beside_a_bias_of_pairs_share_copies(
+def test_padded_heads_beside_a_bias_or_mask_of_pairs_share_copies(
     batch: int, heads: int, length: int, head_dim: int, options: dict, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One consumer a program took up to 1.6 times as long (docs/history.md)."""
     monkeypatch.setattr(forward_sizes, "processors", lambda device: 132)
     tokens = tensor(1, 1, 1, head_dim).expand(batch, heads, length, head_dim)
-    bias = tensor(1, 1, 1, 1).expand(1, heads, length, length)
-    one = leading.flattened(problem(query=tokens, key=tokens, value=tokens, bias=bias, **options))[0]
+    given = dict(bias=tensor(1, 1, 1, 1).expand(1, heads, length, length)) | options
+    if "mask" in options:
+        given["mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(batch, 1, length, length)
+    one = leading.flattened(problem(query=tokens, key=tokens, value=tokens, **given))[0]
     assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=False) == sizes
-    assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=True).consumers == 1
+    if given["bias"] is not None:
+        assert forward_sizes.sizes_of(one, *hopper.forward_dims(one), loaded=True).consumers == 1
 
 
 @pytest.mark.parametrize("dims", [(136, 72), (192, 128), (200, 64), (250, 128)], ids=str)
@@ -449,10 +454,15 @@ def test_programs_have_one_consumer_in_place_of_two_to_twice_the_keys() -> None:
         (512, 128, 99, {"causal": True}, (1, 64, 2)),
         (576, 128, 99, {"causal": True}, (2, 64, 1)),
         (256, 256, 99, {}, (2, 64, 1)),
-        (1025, 40, 99, {"pairs": True}, (2, 64, 1)),  # padded head dims, of which two consumers share copies
+        (1025, 48, 99, {"pairs": True}, (2, 64, 1)),  # padded head dims, of which two consumers share copies
+        (1024, 48, 99, {"pairs": True}, (1, 64, 2)),
         (1025, 64, 99, {"pairs": True}, (1, 64, 2)),
-        (1024, 40, 99, {"pairs": True}, (1, 64, 2)),
+        (496, 40, 99, {"pairs": True}, (3, 64, 1)),  # rows that the copy engine is slow with
+        (1024, 40, 99, {}, (3, 64, 1)),
+        (256, 40, 99, {}, (1, 32, 3)),
+        (1024, 40, 9, {}, (1, 64, 2)),  # fewer blocks than processors
         (1025, 40, 99, {"pairs": True, "causal": True}, (1, 64, 2)),
+        (1025, 40, 99, {"softcap": 9.0}, (1, 64, 2)),
     ],
 )
 def test_programs_of_keys_have_one_consumer_where_sequences_are_short_or_few(
@@ -980,7 +990,9 @@ def test_a_gpu_of_that_kind_uses_them(device: str, reached: list[str], monkeypat
         (4096, 64, (1, 2)),
         (4096, 32, (1, 3)),
         (4096, 40, (2, 1)),
-        (1024, 40, (1, 2)),
+        (1024, 40, (2, 1)),  # rows that the copy engine is slow with
+        (1024, 48, (1, 2)),
+        (256, 40, (1, 2)),
         (1024, 24, (1, 3)),
         (4096, 24, (2, 1)),
         (1024, 96, (2, 1)),
