@@ -104,6 +104,7 @@ _ROWS = (
     Workload("pairformer_single_d24", 8, 16, 16, 768, 768, 24, bias="bhqk", padded=True, like="AlphaFold 3"),
     Workload("bias_heads_share_d64", 4, 16, 16, 2048, 2048, 64, bias="b1qk"),
     Workload("bias_all_share_d96", 8, 8, 8, 2048, 2048, 96, bias="11qk"),
+    Workload("bias_all_share_900", 18, 12, 12, 2500, 900, 64, bias="11qk", dtype="fp16"),
     Workload("bias_gqa_causal", 2, 16, 4, 2048, 2048, 128, bias="bgqk", causal=True),
     Workload("bias_window_causal", 2, 16, 16, 4096, 4096, 128, bias="1hqk", causal=True, window=512),
     Workload("bias_documents", 2, 16, 16, 4096, 4096, 64, bias="1hqk", documents=8),

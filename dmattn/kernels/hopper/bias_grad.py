@@ -1,8 +1,9 @@
-"""The gradient of a bias shared by several (batch, head) on Hopper (sm_90), in Gluon: the same as portable/bias_grad.py, split likewise.
+"""The gradient of a bias shared by several (batch, head) on Hopper (sm_90), in Gluon: the same as portable/bias_grad.py, but for its parts.
 
 A program has three parts that run side by side: two consumers, each with 64 rows of one tile of dBias in registers, and a producer that
 copies the members' queries, keys, dO and values to shared memory ahead of them. The kernel is bound by how often members are read, so tiles are
-as large as registers allow. Shared memory has a ring of panels of 64 dims: of a member's queries and keys, then of its dO and values.
+as large as registers allow. Shared memory has a ring of panels of 64 dims: of a member's queries and keys, then of its dO and values. Tiles
+that are left over from whole rounds have parts (rest_of_tiles.py).
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +17,6 @@ from ...problem import Problem
 from ..base.launch import launch
 from ..base.layout import Sequence, slice_pointer, strided
 from ..base.overlap import follow
-from ..base.parts import empty_parts, sum_parts
 from ..base.place import member_of
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
@@ -47,6 +47,7 @@ from .loaded_pairs import load_pairs
 from .mask_words import words_of
 from .members import BLOCK_M, BLOCK_N, found, has_tile, look, member_after
 from .registers import Hiding, capped, exponent_factor, interval_of, load_vector, mask_of, ruled, up_to
+from .rest_of_tiles import Division, Rest, add_parts, divide, tile_place
 
 
 class Config(NamedTuple):
@@ -90,25 +91,35 @@ class Context(NamedTuple):
     begin: Any
     end: Any
     stride: Any
+    sums: Any  # where a program with some of the members of a tile puts their sum, [2 BLOCK_M, BLOCK_N]; None where no tile is left over
+    is_part: Any  # whether it is one
 
 
-def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:
+def division_of(problem: Problem, d_bias: Tensor) -> Division:
     """That of the kernel below."""
-    return Sharing.in_rounds(d_bias, problem, tiles_of(d_bias, 2 * BLOCK_M.value, BLOCK_N.value))
+    return _shared(problem, d_bias)[1]
+
+
+def _shared(problem: Problem, d_bias: Tensor) -> tuple[Sharing, Division]:
+    """Who shares a slice, and how many programs make its tiles."""
+    block_m, block_n = 2 * BLOCK_M.value, BLOCK_N.value
+    tiles = tiles_of(d_bias, block_m, block_n)
+    sharing = Sharing.of(d_bias, problem, tiles, 0)
+    return sharing, divide(problem, tiles, sharing.members, 4 * block_m * block_n)
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
     """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk), as in portable/bias_grad.py."""
     heads = problem.query.shape[1]
     bias_heads, len_q, len_k = d_bias.shape[1:]
-    sharing = sharing_of(problem, d_bias)
-    parts = empty_parts(d_bias, sharing.splits)
+    sharing, division = _shared(problem, d_bias)
+    parts = division.empty(2 * BLOCK_M.value, BLOCK_N.value, d_bias.device)
     lse, delta = incoming.strided(heads)[1:]
     states = problem.states if problem.is_masked and problem.ends_q is None else None  # of packed sequences lengths alone leave members out
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
     launch(
         _shared_gradient_kernel,
-        tiles_of(d_bias, 2 * block_m, block_n) * sharing.splits,
+        division.programs,
         q=tiled(problem.query, block_m, PANEL.value),
         k=tiled(problem.key, block_n, PANEL.value),
         v=tiled(problem.value, block_n, PANEL.value),
@@ -117,8 +128,9 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         rules=rules_of(problem, states=states, packed_blocks=sharing.sequences(problem), by_words=True),
         lse=lse,
         delta=delta,
-        parts=strided(parts, bias_heads),
-        sharing=sharing.argument,
+        d_bias=strided(d_bias, bias_heads),
+        rest=None if parts is None else Rest(division.whole, division.rest, division.parts, parts),
+        sharing=(sharing.sharing_heads, sharing.members),
         spread=sharing.spread,
         heads=heads,
         groups=heads // problem.key.shape[1],
@@ -130,7 +142,7 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         num_warps=4,
         maxnreg=launch_registers(2),
     )
-    sum_parts(parts, d_bias)
+    add_parts(division, parts, d_bias)
 
 
 def _stages(bias_bytes: int) -> int:
@@ -141,26 +153,28 @@ def _stages(bias_bytes: int) -> int:
 
 @gluon.jit
 def _shared_gradient_kernel(
-    q, k, v, bias, d_out, rules, lse, delta, parts, sharing, spread, heads, groups, len_q, len_k,
+    q, k, v, bias, d_out, rules, lse, delta, d_bias, rest, sharing, spread, heads, groups, len_q, len_k,
     DIM: gl.constexpr, DIM_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
 
-    Grid of one axis: blocks of queries fastest, then blocks of keys, bias heads, bias batch entries, parts. STAGES panels are in shared memory.
+    Grid of one axis: whole tiles, then the first parts of those of the `rest`, if there is any, then their second parts. STAGES panels are in
+    shared memory.
     """
     follow()
-    slice_batch, sharing_heads, members, members_per_part = sharing
-    program = gl.program_id(0)
-    blocks_m = gl.cdiv(len_q, 2 * BLOCK_M)
-    blocks_n = gl.cdiv(len_k, BLOCK_N)
-    bias_heads = heads // sharing_heads
-    row = program % blocks_m * (2 * BLOCK_M)
-    col = program // blocks_m % blocks_n * BLOCK_N
-    bias_head = program // (blocks_m * blocks_n) % bias_heads
-    part_entry = program // (blocks_m * blocks_n) // bias_heads
-    entry = part_entry % slice_batch
-    begin = part_entry // slice_batch * members_per_part
-    end = gl.minimum(begin + members_per_part, members)
+    sharing_heads, members = sharing
+    tile, part, count = gl.program_id(0), 0, 1
+    sums, is_part = None, None
+    if rest is not None:
+        is_part = tile >= rest.first
+        left = gl.where(is_part, tile - rest.first, 0)
+        part, count = left // rest.count, gl.where(is_part, rest.parts, 1)
+        sums = rest.sums + left * (2 * BLOCK_M * BLOCK_N)
+        tile -= part * rest.count
+    entry, bias_head, row, col = tile_place(tile, heads // sharing_heads, len_q, len_k, 2 * BLOCK_M, BLOCK_N)
+    members_each = gl.cdiv(members, count)
+    begin = part * members_each
+    end = gl.minimum(begin + members_each, members)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
     seen = True
     if rules.ends is None:  # else the window is each sequence's own
@@ -169,7 +183,7 @@ def _shared_gradient_kernel(
         end = begin
     stride = None
     if rules.ends is not None:  # by turns, up to the first sequence that is too short: those after it are, too
-        begin, end, stride = part_entry // slice_batch, members, gl.cdiv(members, members_per_part)
+        begin, end, stride = part, members, count
     PAIRS: gl.constexpr = product_layout(BLOCK_N)
     config: gl.constexpr = Config(DIM, DIM_V, STAGES, PAIRS)
     tiles = Tiles(
@@ -187,11 +201,11 @@ def _shared_gradient_kernel(
         mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
         for i in gl.static_range(2):
             copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
-    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride)
+    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride, sums, is_part)
     gl.warp_specialize(
         [
-            (_consume, (context, rules, lse, delta, parts, part_entry, bias is None, 0, config)),
-            (_consume, (context, rules, lse, delta, parts, part_entry, bias is None, 1, config)),
+            (_consume, (context, rules, lse, delta, d_bias, bias is None, 0, config)),
+            (_consume, (context, rules, lse, delta, d_bias, bias is None, 1, config)),
             (_produce, (q, k, d_out, v, context, rules, groups, config)),
         ],
         [4, 1],
@@ -260,7 +274,7 @@ def _copy_panel(by_query, by_key, context, seq, groups, turn, panel: gl.constexp
 
 
 @gluon.jit
-def _consume(context, rules, lse, delta, parts, part_entry, LOADS: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
+def _consume(context, rules, lse, delta, d_bias, LOADS: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
     """BLOCK_M rows of the program's tile, the first or the second; it LOADS the bias of them where that is not copied."""
     PAIRS: gl.constexpr = config.PAIRS
     seq, col = context.seq, context.col
@@ -305,11 +319,23 @@ def _consume(context, rules, lse, delta, parts, part_entry, LOADS: gl.constexpr,
             own = member_of(None, seq, member, context.sharing_heads, context.spread)
             terms = _terms(lse, delta, own, row, PAIRS)
             total += _member(context, rules, terms, own, row, member - context.begin, which, config, EDGE=False)
+    if context.sums is None:
+        _store(d_bias, seq, total, row, col, PAIRS)
+    elif context.is_part:
+        rows = which * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
+        cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
+        gl.store(context.sums + (rows * BLOCK_N)[:, None] + cols[None, :], total)
+    else:
+        _store(d_bias, seq, total, row, col, PAIRS)
+
+
+@gluon.jit
+def _store(d_bias, seq, total, row, col, PAIRS: gl.constexpr):
+    """Store the consumer's rows of a whole tile."""
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
-    pointers = slice_pointer(parts, Sequence(part_entry, seq.head, seq.len_q, seq.len_k))
-    pointers = pointers + (rows.to(gl.int64) * parts.row)[:, None] + (cols.to(gl.int64) * parts.col)[None, :]
-    gl.store(pointers, total.to(parts.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (cols < seq.len_k)[None, :])
+    pointers = slice_pointer(d_bias, seq) + (rows.to(gl.int64) * d_bias.row)[:, None] + (cols.to(gl.int64) * d_bias.col)[None, :]
+    gl.store(pointers, total.to(d_bias.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (cols < seq.len_k)[None, :])
 
 
 @gluon.jit

@@ -57,26 +57,15 @@ class Sharing(NamedTuple):
         return cls(bias_batch, heads // bias_heads, members, splits, spread_of(problem.bias), together)
 
     def evened(self, problem: Problem, d_bias: Tensor, tiles: int) -> Sharing:
-        """Split further where the tiles leave some processors a program more than others, as far as memory is worth it.
+        """Split further where the tiles leave some processors a program more than others, as far as memory is worth it: into the fewest parts
+        whose rounds of a program to a processor take as few steps as any, or hardly more. A program takes one for each member, and one besides.
 
         NVIDIA H200, 2026-11-23: 288 tiles on 132 processors in 4 parts instead of 1, the backward pass of 768 rows of 384 beside a mask of
         keys 2.21 to 1.81 ms. Where parts fill the GPU anyway, more of them were no faster.
         """
-        if self.splits > 1 and self.splits * tiles >= PROGRAMS_PER_PROCESSOR * processors(problem.query.device):
-            return self
-        return self._in_rounds(problem, d_bias, tiles)
-
-    @classmethod
-    def in_rounds(cls, d_bias: Tensor, problem: Problem, tiles: int) -> Sharing:
-        """That of a gradient of so many tiles, one to a processor at once: in as many parts as end the soonest."""
-        return cls.of(d_bias, problem, tiles, 0)._in_rounds(problem, d_bias, tiles)
-
-    def _in_rounds(self, problem: Problem, d_bias: Tensor, tiles: int) -> Sharing:
-        """The fewest parts, no fewer than there are, whose rounds of a program to a processor take as few steps as any, or hardly more.
-
-        A program takes a step for each member, and one besides.
-        """
         count, least = processors(problem.query.device), self.splits
+        if least > 1 and least * tiles >= PROGRAMS_PER_PROCESSOR * count:
+            return self
         most = min(_room(problem, d_bias, MEMORY_OF_FEW), self.members, 4 * PROGRAMS_PER_PROCESSOR * count // tiles)
         if most <= least:
             return self
@@ -121,7 +110,12 @@ def _registers(problem: Problem, tile: Tile, programs: int) -> int:
 
 def _room(problem: Problem, d_bias: Tensor, least: int) -> int:
     """How many parts of a gradient memory is worth, of which so many bytes are there in any case."""
-    return int(max(MEMORY_SHARE * _bytes_read(problem), least) / (4 * d_bias.numel()))
+    return int(bytes_for_parts(problem, least) / (4 * d_bias.numel()))
+
+
+def bytes_for_parts(problem: Problem, least: int) -> float:
+    """What parts of a gradient may take, `least` of it in any case."""
+    return max(MEMORY_SHARE * _bytes_read(problem), least)
 
 
 def sharing_of(problem: Problem, d_bias: Tensor) -> Sharing:

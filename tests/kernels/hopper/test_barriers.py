@@ -42,7 +42,7 @@ KINDS = {
 FOUND = ((False, False), (True, False), (True, True))  # what a mask leaves of a tile: some pair, all pairs
 FORWARD = (*SHARED, "hopper/walk.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
 QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/query_tile.py", "hopper/query_grad.py")
-BIAS_GRAD = (*SHARED, "hopper/members.py", "hopper/bias_grad.py")
+BIAS_GRAD = (*SHARED, "hopper/members.py", "hopper/rest_of_tiles.py", "hopper/bias_grad.py")
 
 
 def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
@@ -191,12 +191,12 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
     """A shared dBias, whose members are as many sequences as there are."""
     case = drawn(kind, False, chance)
     case.lengths.sort(reverse=True)  # as packed sequences are listed
-    members, splits = len(case.lengths), chance.randint(1, 2)
-    per_part = -(-members // splits)
-    splits = -(-members // per_part)
+    members = len(case.lengths)
     len_q, len_k = (max(lengths) for lengths in zip(*case.lengths, strict=True))
     rows, cols = range(-(-len_q // (2 * case.block_m))), range(-(-len_k // case.block_n))
-    language, done = Language(len(rows) * len(cols) * splits), list[Tile]()
+    whole, parts = chance.randint(0, len(rows) * len(cols)), chance.randint(2, max(2, members))
+    left = len(rows) * len(cols) - whole
+    language, done = Language(whole + parts * left), list[Tile]()
     if kind == "states":
         case.found = {(member, i, j): chance.choice(FOUND) for member in range(members) for i in rows for j in cols}
 
@@ -210,6 +210,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
 
     language.exp2 = lambda s: s
     names = functions(case, BIAS_GRAD, language, change, allocate_pairs=lambda bias, count, *shape: Several(Place, count))
+    rest = names["Rest"](whole, left, parts, Anything()) if left else None
     add = names["_member"]
 
     def _member(context: Any, rules: Any, terms: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool) -> Generator:
@@ -235,7 +236,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
     )  # fmt: skip
     given = dict(
         q=Anything("q"), k=Anything("k"), v=Anything("v"), d_out=Anything("d_out"), bias=Anything("bias") if chance.random() < 0.5 else None,
-        rules=case.rules, lse=Anything(), delta=Anything(), parts=Anything(), sharing=(1, 1, members, per_part), spread=None, heads=1, groups=1,
+        rules=case.rules, lse=Anything(), delta=Anything(), d_bias=Anything(), rest=rest, sharing=(1, members), spread=None, heads=1, groups=1,
         len_q=len_q, len_k=len_k, DIM=chance.choice((64, 160, 256)), DIM_V=chance.choice((64, 144, 256)), STAGES=chance.choice((5, 6)),
     )  # fmt: skip
     run(names["_shared_gradient_kernel"], given, language, chance)
@@ -294,7 +295,10 @@ DEEP = " " * 16  # as these stand
         (INTERVALS, "plain", "exchange.key_sums.index(1), turn & 1)", "exchange.key_sums.index(1), (turn & 1) ^ 1)", "sums that have not come"),
         (INTERVALS, "window", "allocate_barriers(STAGES, 2 if SPLIT else 1)", "allocate_barriers(STAGES, 1)", "dO of other queries"),
         ("dBias", "plain", "if i > 0 and i <= EARLY:", "if False:", WAITS),
-        ("dBias", "plain", "free=allocate_barriers(STAGES, 2)", "free=allocate_barriers(STAGES, 1)", "other panels"),
+        ("dBias", "plain", "free=allocate_barriers(STAGES, 2)", "free=allocate_barriers(STAGES, 1)", "a panel that is overwritten while it is read"),
+        ("dBias", "plain", "begin = part * members_each", "begin = part * 0", "a tile is added twice"),
+        ("dBias", "plain", "end = gl.minimum(begin + members_each, members)", "end = members", "a tile is added twice"),
+        ("dBias", "states", "tile -= part * rest.count", "pass", "a tile is missing"),
         ("dBias", "packed", "step += 1\n            member = member_after(context, own", "pass\n            member = member_after(context, own", "other panels"),
         ("dBias", "states", "            if live:\n                seq =", "            if True:\n                seq =", "other panels"),
         ("dBias", "states", "if hides | (not full):", "if hides:", "an open tile hides a pair"),
@@ -310,7 +314,7 @@ DEEP = " " * 16  # as these stand
         (ALL, "causal", "visited = 0\n", "visited = visited if turn > 0 else 0\n", "a tile of dBias is stored twice or not at all"),
         (ALL, "plain", "config.BLOCK_M).store(none)", "config.BLOCK_M).store(none) if turn == 0 else None", "dq of other queries"),
     ],
-    ids=range(32),
+    ids=range(35),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some case, with a line or two of a file changed, and no case after it is run. The check that fails then is not explained.

@@ -52,7 +52,8 @@ def test_parts_are_those_whose_rounds_end_the_soonest(
     query = torch.empty(batch, 1, 64, 256, dtype=torch.float16)
     bias = torch.empty(1, 1, 64, 64, dtype=torch.float16)
     problem = Problem.canonical(query, query, query, mask=None, bias=bias, **Case("shared", 64).options)
-    assert bias_grad.Sharing.in_rounds(bias, problem, tiles).splits == splits
+    whole = bias_grad.Sharing.of(bias, problem, tiles, programs_per_processor=0)
+    assert whole.evened(problem, bias, tiles).splits == splits
 
 
 @pytest.mark.parametrize("device", DEVICES)
