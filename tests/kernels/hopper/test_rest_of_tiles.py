@@ -67,7 +67,7 @@ def test_parts_are_added_where_their_tiles_are(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", ON_A_GPU)
-@pytest.mark.parametrize("count", [2, 3, 132])
+@pytest.mark.parametrize("count", [3, 132])
 def test_parts_sum_to_what_whole_tiles_are(device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a GPU had few processors, of which some tiles are left over, or so many that all are."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -76,7 +76,7 @@ def test_parts_sum_to_what_whole_tiles_are(device: str, count: int, monkeypatch:
     divide = rest_of_tiles.divide
     monkeypatch.setattr(bias_grad, "divide", lambda *given: (divisions.append(divide(*given)), divisions[-1])[1])
     monkeypatch.setattr(rest_of_tiles, "processors", lambda device: count)
-    check(attention, FEW, torch.bfloat16, device)
+    assert not [str(verdict) for verdict in check(FEW, torch.bfloat16, device) if not verdict.passed]
     inputs = FEW.inputs(torch.bfloat16, device)
     split, again = (results(attention, inputs, FEW.options)["d_bias"] for _ in range(2))
     assert torch.equal(split, again)
