@@ -104,7 +104,7 @@ BACKWARD_KERNELS: dict[str, Callable[[dict[str, Any]], tuple[str, dict[str, Any]
         "Hopper, bias on chip: d_key, d_value",
         {D_KEY: given["d_k"], D_VALUE: given["d_v"]},
     ),
-    "hopper.bias_grad._shared_gradient_kernel": lambda given: ("Hopper: d_bias", {D_BIAS_SHARED: given["parts"]}),
+    "hopper.bias_grad._shared_gradient_kernel": lambda given: ("Hopper: d_bias", {D_BIAS_SHARED: given["d_bias"]}),
     "portable.bias_grad._shared_gradient_kernel": lambda given: ("portable: d_bias", {D_BIAS_SHARED: given["parts"]}),
     "portable.sink_grad._sink_gradients_kernel": lambda given: ("d_sinks", {D_SINKS: given["parts"]}),
 }
