@@ -42,7 +42,7 @@ from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 
 PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
 # Under a mask of each batch entry they do not, as these keep more or fewer keys. NVIDIA H200, 2026-11-30, padding, 32 heads on 8 of head dim
-# 128: 32 batch entries of 4096 keys with 2, 4 and 6 in 0.133, 0.141 and 0.125 ms, 8 of 8192 keys with 4 and 6 in 0.067 and 0.068.
+# 128: 32 batch entries of 4096 keys with 2, 4 and 6 in 0.133, 0.141 and 0.125 ms, 8 of 8192 keys with 4 and 6 in 0.067 and 0.069.
 PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 6, 256  # of keys and values together, at least
 # Where more programs than that share tiles of FEW_ROWS, lighter ones let more run at once. That of which all run in two rounds that are nearly
 # whole ends with processors that wait. NVIDIA H200, 2026-11-30, 32 heads on 8, head dim 128, by 64 keys in 3 and in 2 stages: 36 batch entries
