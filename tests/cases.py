@@ -549,6 +549,8 @@ HOPPER = (
     Case("hopper-softcap-key-bias-393x523", 393, 523, heads=2, head_dim=128, softcap=5.0, bias="bh1k", reason="left to the portable kernels"),
     Case("hopper-softcap-large-393x523", 393, 523, heads=2, head_dim=128, softcap=3000.0, reason="left to the portable kernels, where a tanh near 0 has all digits"),
     Case("hopper-sums-48-dense-bias-causal-264x520", 264, 520, heads=3, head_dim=40, bias="bhqk", causal=True, reason="32 and 16 of 64 dims are summed over"),
+    Case("hopper-shared-bias-tiles-left-over-600x648", 600, 648, batch=9, heads=5, head_dim=64, bias="1hqk", reason="150 tiles, of which 18 are made in parts"),
+    Case("hopper-padded-heads-mask-of-pairs-400x520", 400, 520, batch=3, heads=11, head_dim=40, mask="b1qk", keep="random-empty-rows", reason="two consumers by bits"),
     Case("hopper-padded-heads-shared-bias-1096", 1096, batch=3, heads=9, head_dim=40, bias="1hqk", reason="two programs of two consumers, and two of keys"),
     Case("hopper-padded-heads-own-bias-causal-1096", 1096, batch=3, heads=9, head_dim=48, value_dim=40, bias="bhqk", causal=True, reason="three consumers"),
     Case("hopper-padded-heads-own-bias-softcap-1090x1096", 1090, 1096, batch=3, heads=9, head_dim=56, bias="bhqk", softcap=5.0, reason="two consumers, dS stored"),

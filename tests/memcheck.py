@@ -103,6 +103,10 @@ CASES = (
     Case("hopper-shared-bias-grouped-window", 200, 136, batch=3, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-shared-bias-of-many-window", 200, 136, batch=9, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-shared-bias-of-many-key-mask", 197, 264, batch=10, heads=2, head_dim=72, mask="b11k", keep="random", bias="1hqk"),
+    Case("hopper-shared-bias-tiles-left-over", 600, 648, batch=9, heads=5, head_dim=64, bias="1hqk"),  # of 150 on 132 processors
+    Case("hopper-padded-heads-shared-bias", 400, 520, batch=9, heads=11, head_dim=40, bias="1hqk"),
+    Case("hopper-padded-heads-mask-of-pairs", 400, 520, batch=3, heads=11, head_dim=40, mask="b1qk", keep="random-empty-rows"),
+    Case("decoding-wide-heads", 2, 600, batch=40, heads=8, head_dim=192, causal=True),
     Case("hopper-shared-bias-of-two-causal", 197, 264, heads=3, head_dim=128, bias="1hqk", causal=True),
     Case("hopper-shared-bias-of-five-window", 200, 136, batch=5, heads=2, kv_heads=1, head_dim=64, bias="1hqk", window=(90, 20)),
     Case("hopper-shared-bias-of-eight-causal", 197, 264, batch=4, heads=2, head_dim=64, bias="11qk", causal=True),

@@ -81,7 +81,7 @@ def one_tile(traits: Traits) -> Iterator[str | None]:
     if grouped(traits):
         group = traits.heads // traits.kv_heads
         if D_BIAS_SHARED in traits.wanted and traits.heads // traits.bias.heads % group:
-            yield f"makes d_bias of a bias that batch entries share with {traits.kv_heads} heads, as keys, or 1, not {traits.bias.heads}"
+            yield f"makes d_bias of a shared bias that has as many heads as keys, {traits.kv_heads}, or 1, not {traits.bias.heads}"
         fewest = traits.processors // 2
         if traits.batch * traits.kv_heads < fewest:
             yield f"is for at least {fewest} (batch, head of keys) where heads share them, not {traits.batch * traits.kv_heads}"
@@ -105,7 +105,8 @@ def _in_one_tile(traits: Traits) -> Iterator[str]:
     if traits.len_k == 0:
         yield "there is no key"
     if traits.len_q > tile.block_m or traits.len_k > tile.block_n:
-        yield f"serves up to {tile.block_m} queries and {tile.block_n} keys, not {traits.len_q} and {traits.len_k}"
+        of = " of float32" if traits.dtype.itemsize == 4 else ""
+        yield f"serves up to {tile.block_m} queries and {tile.block_n} keys{of}, not {traits.len_q} and {traits.len_k}"
 
 
 @joined
