@@ -71,8 +71,8 @@ def stores_scores(traits: Traits) -> Iterator[str]:
         return
     programs = entries * traits.kv_heads * triton.cdiv(traits.len_k, STORED_KEYS)
     if entries < traits.batch and programs < least:
-        has = f"not of {entries}, which make {programs}"
-        yield f"stores dS of all {traits.batch} batch entries in {most} MiB, or of so many as make {least} programs, {has}"
+        has = f"{most} MiB hold that of {entries}, which make {programs}"
+        yield f"stores dS of all {traits.batch} batch entries at once, or of so many as make {least} programs: {has}"
 
 
 @joined
@@ -144,7 +144,8 @@ def split_keys(traits: Traits) -> Iterator[str]:
         yield f"is for few queries over more keys, as in decoding: to split {seen} visible keys of {rows} would save less than merging takes"
     most = traits.processors if are_few else traits.processors // 2
     if packing.programs > most and not in_one_tile:
-        yield f"splits keys that up to {most} programs would read, on {traits.processors} multiprocessors, not {packing.programs}"
+        others = " but for head dims over 128 and what would end in two rounds" if are_few else ""
+        yield f"is for up to {most} programs before splitting{others}, on {traits.processors} multiprocessors, not {packing.programs}"
 
 
 def _are_unsplit_in_two_rounds(traits: Traits, programs: int) -> bool:
