@@ -50,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dtype = "bf16" if device.type == "cuda" else "fp32"
     where = {**harness.environment(device), "dtype": dtype, "tiny": options.tiny}
     settings = Settings(str(device), dtype, options.tiny, options.peers, memory_share=MEMORY_SHARE / options.jobs)
-    print(harness.describe(where), *(["tiny problems, for trying the code: their times say nothing"] if options.tiny else []), sep="\n", flush=True)
+    print(harness.describe(where), flush=True)
+    if options.tiny:
+        print("tiny problems, for trying the code: their times say nothing", flush=True)
     deadline = time.monotonic() + options.seconds
     if options.against is not None:
         target = options.json or harness.result_file("matrix_against", device)
