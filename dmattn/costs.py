@@ -256,11 +256,9 @@ def _of_shared_parts(problem: Problem, d_bias: Any, row: str) -> int:
     if row == "one tile":
         from .kernels.portable.one_tile import sharing_of
     elif row.startswith("Hopper: d_bias"):
-        from .kernels.hopper import bias_grad
-        from .kernels.hopper.members import BLOCK_M, BLOCK_N
+        from .kernels.hopper.rest_of_tiles import divided
 
-        division = bias_grad.division_of(problem, d_bias)
-        return 4 * division.rest * division.parts * 2 * BLOCK_M.value * BLOCK_N.value
+        return divided(problem, d_bias)[1].bytes(d_bias)
     elif row == "portable: d_bias":
         from .kernels.portable.bias_grad import sharing_of
     else:

@@ -114,9 +114,9 @@ def split_keys(traits: Traits) -> Iterator[str]:
     """One tile holds the few queries of several heads; or the programs would leave processors room for more, and there are keys to split.
 
     And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all; and few of wide heads, or
-    of so many programs that the kernel which splits no keys ends in two rounds. Results of packed sequences are merged anyway, which takes
-    longer than reading few keys. Where 9 queries or more of two heads fill a tile, and too few of them the processors, programs of their own
-    are faster.
+    of so many programs that the last round of the kernel which splits no keys would be mostly empty. Results of packed sequences are merged
+    anyway, which takes longer than reading few keys. Where 9 queries or more of two heads fill a tile, and too few of them the processors,
+    programs of their own are faster.
     """
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     if limits.block_m == 0:
@@ -130,9 +130,9 @@ def split_keys(traits: Traits) -> Iterator[str]:
     is_small, are_many = 2 * traits.len_q <= FEW_ROWS and not is_packed, visible >= 2 * portable_split_keys.LEAST_KEYS
     if in_one_tile and (is_small or (are_many and (group > 2 or packing.programs >= traits.processors))):
         return
-    if is_small and portable_split_keys.is_wide(traits.dtype, traits.head_dim, traits.value_dim):
+    if is_small and seen > 0 and portable_split_keys.is_wide(traits.dtype, traits.head_dim, traits.value_dim):
         return
-    if is_small and not is_masked and _are_unsplit_in_two_rounds(traits, packing.programs):
+    if is_small and not is_masked and _is_mostly_empty(traits, packing.programs):
         return
     dims = traits.head_dim + traits.value_dim
     read = portable_split_keys.bytes_of_keys(traits.batch * traits.kv_heads, traits.len_k, dims, traits.dtype)
@@ -144,14 +144,19 @@ def split_keys(traits: Traits) -> Iterator[str]:
         yield f"is for few queries over more keys, as in decoding: to split {seen} visible keys of {rows} would save less than merging takes"
     most = traits.processors if are_few else traits.processors // 2
     if packing.programs > most and not in_one_tile:
-        others = " but for head dims over 128 and what would end in two rounds" if are_few else ""
+        others = " but for head dims over 128 and what would end in a round mostly empty" if are_few else ""
         yield f"is for up to {most} programs before splitting{others}, on {traits.processors} multiprocessors, not {packing.programs}"
 
 
-def _are_unsplit_in_two_rounds(traits: Traits, programs: int) -> bool:
-    """Whether the forward pass that splits no keys has so many programs of few queries of 16 bits that they end in two rounds."""
-    at_once = 4 if max(block_dim(traits.head_dim), block_dim(traits.value_dim)) <= 64 else portable_split_keys.PROGRAMS_PER_PROCESSOR
-    return traits.dtype.itemsize == 2 and portable_split_keys.are_nearly_two(programs / (at_once * traits.processors))
+def _is_mostly_empty(traits: Traits, programs: int) -> bool:
+    """Whether the last round of the forward pass that splits no keys would be, of so many programs of few queries of 16 bits on sm_90.
+
+    NVIDIA H200, 2026-11-30: 512 programs of head dim 128, 1.29 rounds, 0.147 ms, by the kernel that splits keys 0.133 (docs/history.md).
+    """
+    if traits.dtype.itemsize != 2 or traits.family != "sm_90":
+        return False
+    at_once = 4 if max(block_dim(traits.head_dim), block_dim(traits.value_dim)) <= 64 else portable_split_keys.AT_ONCE
+    return portable_split_keys.stretch(programs / (at_once * traits.processors)) >= portable_split_keys.MOSTLY_EMPTY
 
 
 @joined

@@ -224,7 +224,9 @@ def pick_storing(problem: Problem) -> Tile:
     """
     tile, dim = pick("keys", problem), max(problem.query.shape[3], problem.value.shape[3])
     is_faster = 32 < dim <= 64 or (64 < dim <= 96 and problem.pair_bias is not None)
-    return tile._replace(block_m=min(32, tile.block_m)) if problem.query.dtype == torch.float32 and is_faster else tile
+    if problem.query.dtype != torch.float32 or not is_faster or tile != pick("keys", problem, is_frozen=True):
+        return tile
+    return tile._replace(block_m=min(32, tile.block_m))
 
 
 def in_pieces(problem: Problem, tile: Tile) -> bool:

@@ -75,8 +75,8 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
     shortest = min(keys, typical_length(problem, of_keys=False))
     simple = not windowed and problem.softcap is None and problem.ends_q is None
     if width == PANEL.value and is_padded(problem, width) and simple:
-        threes = triton.cdiv(len_k, 3 * ROWS) * kv_heads * batch
-        if has_odd_rows(problem) and d_bias is None and shortest > LENGTH_OF_HALF and threes >= processors(problem.query.device):
+        threes, is_timed = triton.cdiv(len_k, 3 * ROWS) * kv_heads * batch, problem.bias is None or problem.pair_bias is not None
+        if has_odd_rows(problem) and is_timed and d_bias is None and shortest > LENGTH_OF_HALF and threes >= processors(problem.query.device):
             return KeySizes(3, ROWS, STAGES_OF_PADDED, 1)
         if problem.pair_bias is not None and shortest > KEYS_OF_ONE:
             return KeySizes(2, ROWS, STAGES_OF_PADDED, 1)
@@ -99,6 +99,7 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
 
 def _have_registers_for_three(problem: Problem, windowed: bool) -> bool:
     """Whether three consumers have registers for a walk: without a bias of pairs or keys, a softcap, or anything that hides but a causal mask.
+    Beside a bias of pairs, head dims of 40 and 56 have (:func:`key_sizes`).
 
     Under that first blocks of keys have the most queries, so there must be many blocks.
     """

@@ -22,7 +22,6 @@ from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.softmax import divisor2
 from ..base.window import any_hidden, any_in_window
-from ..portable.bias_grad import Sharing, tiles_of
 from .addressing import copyable
 from .copies import (
     PANEL,
@@ -47,7 +46,7 @@ from .loaded_pairs import load_pairs
 from .mask_words import words_of
 from .members import BLOCK_M, BLOCK_N, found, has_tile, look, member_after
 from .registers import Hiding, capped, exponent_factor, interval_of, load_vector, mask_of, ruled, up_to
-from .rest_of_tiles import Division, Rest, add_parts, divide, tile_place
+from .rest_of_tiles import Rest, add_parts, divided, tile_place
 
 
 class Config(NamedTuple):
@@ -91,29 +90,17 @@ class Context(NamedTuple):
     begin: Any
     end: Any
     stride: Any
-    sums: Any  # where a program with some of the members of a tile puts their sum, [2 BLOCK_M, BLOCK_N]; None where no tile is left over
+    place: Any  # the batch entry of dBias in which the tile is stored
+    sums: Any  # where a program with some members of a tile puts their sum, [2 BLOCK_M, BLOCK_N]; None if no tile is left over, or all are
     is_part: Any  # whether it is one
-
-
-def division_of(problem: Problem, d_bias: Tensor) -> Division:
-    """That of the kernel below."""
-    return _shared(problem, d_bias)[1]
-
-
-def _shared(problem: Problem, d_bias: Tensor) -> tuple[Sharing, Division]:
-    """Who shares a slice, and how many programs make its tiles."""
-    block_m, block_n = 2 * BLOCK_M.value, BLOCK_N.value
-    tiles = tiles_of(d_bias, block_m, block_n)
-    sharing = Sharing.of(d_bias, problem, tiles, 0)
-    return sharing, divide(problem, tiles, sharing.members, 4 * block_m * block_n)
 
 
 def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> None:
     """Fill `d_bias` (entries of the bias, H or Hk or 1, Sq, Sk), as in portable/bias_grad.py."""
     heads = problem.query.shape[1]
     bias_heads, len_q, len_k = d_bias.shape[1:]
-    sharing, division = _shared(problem, d_bias)
-    parts = division.empty(2 * BLOCK_M.value, BLOCK_N.value, d_bias.device)
+    sharing, division = divided(problem, d_bias)
+    parts = division.empty(d_bias)
     lse, delta = incoming.strided(heads)[1:]
     states = problem.states if problem.is_masked and problem.ends_q is None else None  # of packed sequences lengths alone leave members out
     block_m, block_n, (dim, dim_v) = BLOCK_M.value, BLOCK_N.value, summed_dims(problem)
@@ -128,8 +115,8 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         rules=rules_of(problem, states=states, packed_blocks=sharing.sequences(problem), by_words=True),
         lse=lse,
         delta=delta,
-        d_bias=strided(d_bias, bias_heads),
-        rest=None if parts is None else Rest(division.whole, division.rest, division.parts, parts),
+        d_bias=strided(parts if division.are_all else d_bias, bias_heads),
+        rest=None if parts is None else Rest(division.whole, division.rest, division.parts, None if division.are_all else parts),
         sharing=(sharing.sharing_heads, sharing.members),
         spread=sharing.spread,
         heads=heads,
@@ -158,8 +145,8 @@ def _shared_gradient_kernel(
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
 
-    Grid of one axis: whole tiles, then the first parts of those of the `rest`, if there is any, then their second parts. STAGES panels are in
-    shared memory.
+    Grid of one axis: whole tiles, then, part after part, those of the `rest`, if there is any. Where all tiles are left over, `d_bias` has room
+    for parts of it, one after another on the batch axis. STAGES panels are in shared memory.
     """
     follow()
     sharing_heads, members = sharing
@@ -169,7 +156,8 @@ def _shared_gradient_kernel(
         is_part = tile >= rest.first
         left = gl.where(is_part, tile - rest.first, 0)
         part, count = left // rest.count, gl.where(is_part, rest.parts, 1)
-        sums = rest.sums + left * (2 * BLOCK_M * BLOCK_N)
+        if rest.sums is not None:
+            sums = rest.sums + left * (2 * BLOCK_M * BLOCK_N)
         tile -= part * rest.count
     entry, bias_head, row, col = tile_place(tile, heads // sharing_heads, len_q, len_k, 2 * BLOCK_M, BLOCK_N)
     members_each = gl.cdiv(members, count)
@@ -201,7 +189,11 @@ def _shared_gradient_kernel(
         mbarrier.expect(barriers.bias_full.index(0), 2 * bias.block_type.nbytes)
         for i in gl.static_range(2):
             copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
-    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride, sums, is_part)
+    place = entry
+    if rest is not None and rest.sums is None:
+        blocks = gl.cdiv(len_q, 2 * BLOCK_M) * gl.cdiv(len_k, BLOCK_N)
+        place += part * (rest.count // (blocks * (heads // sharing_heads)))
+    context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride, place, sums, is_part)
     gl.warp_specialize(
         [
             (_consume, (context, rules, lse, delta, d_bias, bias is None, 0, config)),
@@ -320,21 +312,25 @@ def _consume(context, rules, lse, delta, d_bias, LOADS: gl.constexpr, which: gl.
             terms = _terms(lse, delta, own, row, PAIRS)
             total += _member(context, rules, terms, own, row, member - context.begin, which, config, EDGE=False)
     if context.sums is None:
-        _store(d_bias, seq, total, row, col, PAIRS)
+        _store(d_bias, context.place, seq, total, row, col, PAIRS)
     elif context.is_part:
         rows = which * BLOCK_M + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
         cols = gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
         gl.store(context.sums + (rows * BLOCK_N)[:, None] + cols[None, :], total)
     else:
-        _store(d_bias, seq, total, row, col, PAIRS)
+        _store(d_bias, context.place, seq, total, row, col, PAIRS)
 
 
 @gluon.jit
-def _store(d_bias, seq, total, row, col, PAIRS: gl.constexpr):
-    """Store the consumer's rows of a whole tile."""
+def _store(d_bias, place, seq, total, row, col, PAIRS: gl.constexpr):
+    """Store the consumer's rows of a tile in a batch entry of dBias."""
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, PAIRS))  # [BLOCK_M]
     cols = col + gl.arange(0, BLOCK_N, gl.SliceLayout(0, PAIRS))  # [BLOCK_N]
-    pointers = slice_pointer(d_bias, seq) + (rows.to(gl.int64) * d_bias.row)[:, None] + (cols.to(gl.int64) * d_bias.col)[None, :]
+    pointers = (
+        slice_pointer(d_bias, Sequence(place, seq.head, seq.len_q, seq.len_k))
+        + (rows.to(gl.int64) * d_bias.row)[:, None]
+        + (cols.to(gl.int64) * d_bias.col)[None, :]
+    )
     gl.store(pointers, total.to(d_bias.ptr.dtype.element_ty), mask=(rows < seq.len_q)[:, None] & (cols < seq.len_k)[None, :])
 
 

@@ -42,7 +42,8 @@ KEYS_BY_TWOS = 512
 KEYS_BY_TWOS_PADDED = 1024
 # NVIDIA H200, 2026-11-30: padded head dims 40 to 56 beside a bias of pairs, by programs of one consumer, two of two, and three consumers:
 # (9, 3, 1536², 40) 0.086, 0.065 and 0.055 ms, (8, 12, 1024², 40) 0.113, 0.076 and 0.091, (1, 16, 6000², 48) 0.432, 0.388 and 0.349, over 1024
-# keys of 48 dims 0.073, 0.074 and 0.090. Rows of 48 dims are a multiple of SECTOR; which of the last two is faster follows from their rounds.
+# keys of 48 dims 0.073, 0.074 and 0.090; (8, 12, 1000², 40) with padding, where two of two spill, 0.103, 0.081 and 0.087. Rows of 48 dims are a
+# multiple of SECTOR; which of the last two is faster follows from their rounds. Not timed beside a softcap.
 PACE_OF_THREE = 0.94  # time of three consumers for a row of queries, that of two being 1
 # NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
 # (docs/history.md).
@@ -108,8 +109,8 @@ def _is_slow_with_one(problem: Problem, width: int) -> bool:
     """Whether head dims that do not fill a PANEL stand beside a copied bias of pairs: over many keys, or in rows that the copy engine is slow
     with, and in blocks of 128 queries enough for all processors.
     """
-    hides = (problem.left, problem.first, problem.ends_q, problem.bits, problem.pair_mask) != (None,) * 5
-    if problem.pair_bias is None or hides or width != PANEL.value or not is_padded(problem, width):
+    others = (problem.left, problem.first, problem.ends_q, problem.bits, problem.pair_mask, problem.softcap) != (None,) * 6
+    if problem.pair_bias is None or others or width != PANEL.value or not is_padded(problem, width):
         return False
     return _blocks(problem, 2) >= processors(problem.query.device) and (has_odd_rows(problem) or mean_keys(problem) > KEYS_OF_ONE)
 

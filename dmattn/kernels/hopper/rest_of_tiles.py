@@ -2,7 +2,7 @@
 
 A processor makes one tile at once, over all members of a slice. Of 140 tiles on 132 processors 8 would keep most of the GPU waiting for as
 long as the 132 before them took. Programs share their members instead, and their sums are added in order. So parts take memory for the tiles
-left over alone.
+left over alone. Where tiles are fewer than processors all are left over, and parts are whole gradients.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from ..base.device import processors
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, store_tile, strided
 from ..base.overlap import follow
-from ..base.parts import even_parts
-from ..portable.bias_grad import MEMORY_OF_FEW, bytes_for_parts
+from ..base.parts import empty_parts, even_parts, sum_parts
+from ..portable.bias_grad import MEMORY_OF_FEW, Sharing, bytes_for_parts, tiles_of
+from .members import BLOCK_M, BLOCK_N
 
+QUERIES, KEYS = 2 * BLOCK_M.value, BLOCK_N.value  # of a tile
 WORTH_WHILE = 0.95  # of the steps of whole tiles, at most, for parts of some
 MOST_ROUNDS = 4  # of parts
 ROWS = 16  # of a program that adds parts
@@ -38,11 +40,22 @@ class Division(NamedTuple):
     def programs(self) -> int:
         return self.whole + self.rest * self.parts
 
-    def empty(self, block_m: int, block_n: int, device: torch.device) -> Tensor | None:
-        """Room for the parts of tiles of so many queries and keys, (parts, rest, block_m, block_n)."""
+    @property
+    def are_all(self) -> bool:
+        """Whether every tile is left over."""
+        return self.whole == 0 and self.rest > 0
+
+    def empty(self, d_bias: Tensor) -> Tensor | None:
+        """Room for the parts, in float32: (parts, rest, QUERIES, KEYS), or of all tiles as `empty_parts` has it."""
         if self.rest == 0:
             return None
-        return torch.empty((self.parts, self.rest, block_m, block_n), dtype=torch.float32, device=device)
+        if self.are_all:
+            return empty_parts(d_bias, self.parts)
+        return torch.empty((self.parts, self.rest, QUERIES, KEYS), dtype=torch.float32, device=d_bias.device)
+
+    def bytes(self, d_bias: Tensor) -> int:
+        """What that takes."""
+        return 4 * self.parts * (d_bias.numel() if self.are_all else self.rest * QUERIES * KEYS) if self.rest else 0
 
 
 class Rest(NamedTuple):
@@ -51,18 +64,26 @@ class Rest(NamedTuple):
     first: Any  # the number of the first; those before it are whole
     count: Any
     parts: Any
-    sums: Any  # pointer to room for the parts
+    sums: Any  # pointer to room for the parts; None where all tiles are left over
 
 
-def divide(problem: Problem, tiles: int, members: int, tile_bytes: int) -> Division:
+def divided(problem: Problem, d_bias: Tensor) -> tuple[Sharing, Division]:
+    """Who shares a slice of the bias, and the division of its gradient's tiles."""
+    tiles = tiles_of(d_bias, QUERIES, KEYS)
+    sharing = Sharing.of(d_bias, problem, tiles, 0)
+    return sharing, divide(problem, d_bias, tiles, sharing.members)
+
+
+def divide(problem: Problem, d_bias: Tensor, tiles: int, members: int) -> Division:
     """The division that takes the fewest steps, of those that memory is worth. A program takes a step for each of so many members, and one
     besides; to add parts takes one more.
     """
-    count, room = processors(problem.query.device), int(bytes_for_parts(problem, MEMORY_OF_FEW)) // tile_bytes
+    count = processors(problem.query.device)
     before = (tiles - 1) // count  # rounds of whole tiles
     rest = tiles - before * count
+    room = int(bytes_for_parts(problem, MEMORY_OF_FEW) / (4 * (rest * QUERIES * KEYS if before else d_bias.numel())))
     found, steps = Division(tiles, 0, 1), WORTH_WHILE * (before + 1) * (members + 1)
-    for asked in range(2, min(members, room // rest, MOST_ROUNDS * count // rest) + 1):
+    for asked in range(2, min(members, room, MOST_ROUNDS * count // rest) + 1):
         parts = even_parts(members, asked)
         taken = before * (members + 1) + triton.cdiv(rest * parts, count) * (triton.cdiv(members, parts) + 1) + 1
         if taken < steps:
@@ -74,18 +95,20 @@ def add_parts(division: Division, parts: Tensor | None, d_bias: Tensor) -> None:
     """Fill the tiles left over of `d_bias` (entries, heads, Sq, Sk)."""
     if parts is None:
         return
+    if division.are_all:
+        sum_parts(parts, d_bias)
+        return
     heads, len_q, len_k = d_bias.shape[1:]
-    block_m, block_n = parts.shape[2:]
     launch(
         _add_parts_kernel,
-        division.rest * (block_m // ROWS),
+        division.rest * (QUERIES // ROWS),
         rest=Rest(division.whole, division.rest, division.parts, parts),
         d_bias=strided(d_bias, heads),
         heads=heads,
         len_q=len_q,
         len_k=len_k,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
+        BLOCK_M=QUERIES,
+        BLOCK_N=KEYS,
         BLOCK=ROWS,
     )
 

@@ -1,8 +1,8 @@
 """dK and dV of few keys that many query heads share: the heads of a group are dealt out to several programs, whose sums are added in order.
 
 One program would walk them all, one after the other, while most of the GPU has nothing to do: 71 heads with one head of keys, in a batch of
-one, are 32 programs of 64 keys for 2048 tokens. Programs are as many as run at once, or under a causal mask twice as many, so that the GPU
-bounds the memory of parts, not the problem: 35 MB on an H200 by Hopper's kernels.
+one, are 32 programs of 64 keys for 2048 tokens. Programs are as many as run at once, under a causal mask up to twice as many, and in float32
+up to three times, so that the GPU bounds the memory of parts, not the problem: 35 MB on an H200 by Hopper's kernels.
 """
 
 from __future__ import annotations

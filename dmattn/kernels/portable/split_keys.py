@@ -17,7 +17,7 @@ from torch import Tensor
 from ...growing import whole
 from ...problem import Problem
 from ...recording import keys_may_grow
-from ..base.device import processors
+from ..base.device import device_family, processors
 from ..base.launch import launch
 from ..base.layout import (
     Sequence,
@@ -42,14 +42,16 @@ from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 
 PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
 # Under a mask of each batch entry they do not, as these keep more or fewer keys. NVIDIA H200, 2026-11-30, padding, 32 heads on 8 of head dim
-# 128: 32 batch entries of 4096 keys with 2, 4 and 6 in 0.133, 0.141 and 0.125 ms, 8 of 8192 keys with 4 and 6 in 0.067 and 0.069.
+# 128: 32 batch entries of 4096 keys with 2, 4 and 6 in 0.133, 0.141 and 0.125 ms, 8 of 8192 keys with 4 and 6 in 0.067 and 0.069. 2026-11-27,
+# 16 batch entries of head dim 64 with 2 and 4 in 0.040 and 0.043.
 PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 6, 256  # of keys and values together, at least
-# Where more programs than that share tiles of FEW_ROWS, lighter ones let more run at once. That of which all run in two rounds that are nearly
-# whole ends with processors that wait. NVIDIA H200, 2026-11-30, 32 heads on 8, head dim 128, by 64 keys in 3 and in 2 stages: 36 batch entries
-# 0.164 and 0.157 ms, 64 (rounds 1.94 and 1.29) 0.280 and 0.250, 96 of half the keys (2.91 and 1.94) 0.192 and 0.205, 128 of a quarter 0.137
-# and 0.134; 64 of head dim 64 by 128 and by 64 keys 0.083 and 0.076.
-NEARLY_TWO = 1.6  # rounds, to 2
-SHARED_BYTES = 224 << 10  # of a processor
+# Where there are more programs than PROGRAMS_PER_PROCESSOR, with FEW_ROWS each, their rounds count: most of the last one may be empty. A
+# lighter tile lets more run at once. NVIDIA H200, 2026-11-30, 32 heads on 8, head dim 128, by 64 keys in 3 and in 2 stages, with their rounds:
+# 36 batch entries 0.164 and 0.157 ms (0.73, 0.55), 64 0.280 and 0.250 (1.29, 0.97), 96 of half the keys 0.192 and 0.205 (1.94, 1.45), 128 of a
+# quarter 0.137 and 0.134 (2.59, 1.94); 64 of head dim 64 by 128 and by 64 keys 0.083 and 0.076 (1.29, 0.78).
+AT_ONCE = 3  # programs of the heavier tile on a processor of sm_90, by what compiled kernels take of it; of the lighter one:
+AT_ONCE_LIGHT_64, AT_ONCE_LIGHT = 5, 4  # to head dim 64, to 128
+MOSTLY_EMPTY = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and
 # 0.210, 320 of head dim 256 0.174 and 0.176. The kernel that splits no keys took 0.288, 0.358 and 0.276.
 SPLITS_OF_WIDE, WIDE_DIMS = 2, 128  # at least, of head dims over that
@@ -163,7 +165,7 @@ def plan_of(problem: Problem) -> Plan:
     work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * problem.value.shape[3], problem.is_masked)
     splits, tile = work.worthwhile(max(1, min(fill, work.most))), limits._replace(block_m=packing.rows)
     if packing.rows == FEW_ROWS and not differs and packing.programs * splits > PROGRAMS_PER_PROCESSOR * count:
-        tile = _lighter(tile, packing.programs * splits / count, problem)
+        tile = _lighter(tile, packing.programs * splits / count, problem) if limits == pick("split keys", problem, is_frozen=True) else tile
     return Plan(tile, packing, splits)
 
 
@@ -172,19 +174,21 @@ def is_wide(dtype: torch.dtype, *dims: int) -> bool:
     return dtype.itemsize == 2 and WIDE_DIMS < max(dims) <= 2 * WIDE_DIMS
 
 
-def are_nearly_two(rounds: float) -> bool:
-    """Whether programs end in two rounds that are nearly whole, after which most processors wait for the rest."""
-    return NEARLY_TWO < rounds <= 2
+def stretch(rounds: float) -> float:
+    """How many times as long as that part of them so many rounds of programs take, as the last one is no shorter than others."""
+    return max(1.0, math.ceil(rounds) / rounds) if rounds > 1 else 1.0
 
 
 def _lighter(tile: Tile, programs_each: float, problem: Problem) -> Tile:
-    """A tile of so many programs a processor with fewer bytes under way, where that lets more of them run at once, and not in two rounds."""
-    dims = block_dim(problem.key.shape[3]) + block_dim(problem.value.shape[3])
-    if dims > 2 * WIDE_DIMS:
+    """A frozen tile of so many programs a processor, or one with fewer bytes under way, of which more run at once, where rounds of these are
+    filled no worse.
+    """
+    dim = max(block_dim(problem.key.shape[3]), block_dim(problem.value.shape[3]))
+    if dim > WIDE_DIMS or problem.key.element_size() != 2 or device_family(problem.query.device) != "sm_90":
         return tile
-    light = tile._replace(block_n=64) if tile.block_n > 64 else tile._replace(stages=min(2, tile.stages))
-    at_once = SHARED_BYTES // (light.stages * light.block_n * dims * problem.key.element_size())
-    return tile if are_nearly_two(programs_each / max(1, at_once)) else light
+    light = tile._replace(block_n=64) if dim <= 64 else tile._replace(stages=2)
+    is_better = stretch(programs_each / (AT_ONCE_LIGHT_64 if dim <= 64 else AT_ONCE_LIGHT)) <= stretch(programs_each / AT_ONCE)
+    return light if is_better else tile
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:

@@ -210,7 +210,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
 
     language.exp2 = lambda s: s
     names = functions(case, BIAS_GRAD, language, change, allocate_pairs=lambda bias, count, *shape: Several(Place, count))
-    rest = names["Rest"](whole, left, parts, Anything()) if left else None
+    rest = names["Rest"](whole, left, parts, Anything() if whole else None) if left else None
     add = names["_member"]
 
     def _member(context: Any, rules: Any, terms: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool) -> Generator:

@@ -26,35 +26,42 @@ FEW = Case("few-tiles", 200, 392, batch=7, heads=3, head_dim=64, bias="11qk", pa
 
 
 @pytest.mark.parametrize(
-    ("tiles", "members", "memory", "division"),
+    ("shape", "members", "memory", "division"),
     [
-        (140, 216, 1 << 23, (132, 8, 16)),
-        (192, 16, 1 << 23, (132, 60, 2)),
-        (192, 16, 60 * TILE, (192, 0, 1)),  # no room for two parts
-        (200, 1000, 400 * TILE, (132, 68, 5)),  # in three more rounds of a fifth
-        (60, 32, 1 << 23, (0, 60, 2)),
-        (264, 100, 1 << 30, (264, 0, 1)),  # none is left over
-        (30, 2, 1 << 23, (30, 0, 1)),  # to add parts takes longer
-        (1, 9, 1 << 23, (0, 1, 9)),
+        ((1, 2500, 896), 216, 1 << 23, (132, 8, 16)),
+        ((12, 512, 512), 16, 1 << 23, (132, 60, 2)),
+        ((12, 512, 512), 16, 60 * TILE, (192, 0, 1)),  # no room for two parts
+        ((8, 640, 640), 1000, 400 * TILE, (132, 68, 5)),  # in three more rounds of a fifth
+        ((15, 256, 256), 32, 1 << 23, (0, 60, 2)),
+        ((3, 577, 577), 260, 3 * 4 * 3 * 577**2, (0, 75, 3)),  # whole gradients, which have no padding
+        ((8, 300, 300), 128, 5 * 4 * 8 * 300**2, (0, 72, 5)),
+        ((66, 256, 256), 100, 1 << 30, (264, 0, 1)),  # none is left over
+        ((30, 128, 128), 2, 1 << 23, (30, 0, 1)),  # to add parts takes longer
+        ((1, 100, 100), 9, 1 << 23, (0, 1, 9)),
     ],
 )
-def test_tiles_left_over_are_those_of_the_last_rounds(
-    tiles: int, members: int, memory: int, division: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+def test_tiles_left_over_are_those_of_the_last_round(
+    shape: tuple[int, int, int], members: int, memory: int, division: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a gradient (1, H, Sq, Sk) in tiles of 128 x 128, one of which each of 132 processors makes at once."""
     monkeypatch.setattr(rest_of_tiles, "processors", lambda device: 132)
     monkeypatch.setattr(rest_of_tiles, "bytes_for_parts", lambda problem, least: memory)
     x = torch.empty(1, 1, 1, 16)
     problem = Problem.canonical(x, x, x, mask=None, bias=None, **Case("any", 1).options)
-    found = rest_of_tiles.divide(problem, tiles, members, TILE)
+    d_bias = torch.empty(1, *shape, dtype=torch.bfloat16, device="meta")
+    found = rest_of_tiles.divide(problem, d_bias, rest_of_tiles.tiles_of(d_bias, 128, 128), members)
     assert found == division
-    assert found.rest * found.parts * TILE <= memory
+    parts = found.empty(d_bias)
+    assert found.bytes(d_bias) == (0 if parts is None else 4 * parts.numel()) <= memory
 
 
 @pytest.mark.skipif(not interpreting(), reason="runs a kernel")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_parts_are_added_where_their_tiles_are(dtype: torch.dtype) -> None:
-    """Five whole tiles of two heads of two entries, and seven left over, of blocks of 32 queries and 16 keys."""
-    d_bias = torch.full((2, 2, 40, 35), float("nan"), dtype=dtype)
+def test_parts_are_added_where_their_tiles_are(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five whole tiles of two heads of two entries, and nineteen left over, of blocks of 32 queries and 16 keys, in a gradient that is a view."""
+    monkeypatch.setattr(rest_of_tiles, "QUERIES", 32)
+    monkeypatch.setattr(rest_of_tiles, "KEYS", 16)
+    d_bias = torch.full((2, 2, 40, 37), float("nan"), dtype=dtype)[..., :35]
     division = Division(5, 2 * 2 * 2 * 3 - 5, 3)
     parts = torch.randn(3, division.rest, 32, 16)
     rest_of_tiles.add_parts(division, parts, d_bias)
