@@ -116,7 +116,8 @@ def shared_gradient(problem: Problem, incoming: Incoming, d_bias: Tensor) -> Non
         lse=lse,
         delta=delta,
         d_bias=strided(parts if division.are_all else d_bias, bias_heads),
-        rest=None if parts is None else Rest(division.whole, division.rest, division.parts, None if division.are_all else parts),
+        rest=None if parts is None else Rest(division.whole, division.rest, division.parts),
+        sums=None if division.are_all else parts,
         sharing=(sharing.sharing_heads, sharing.members),
         spread=sharing.spread,
         heads=heads,
@@ -140,25 +141,25 @@ def _stages(bias_bytes: int) -> int:
 
 @gluon.jit
 def _shared_gradient_kernel(
-    q, k, v, bias, d_out, rules, lse, delta, d_bias, rest, sharing, spread, heads, groups, len_q, len_k,
+    q, k, v, bias, d_out, rules, lse, delta, d_bias, rest, sums, sharing, spread, heads, groups, len_q, len_k,
     DIM: gl.constexpr, DIM_V: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One program: one tile of dBias of one bias entry, summed over its share of the (batch, head) members, stored once.
 
     Grid of one axis: whole tiles, then, part after part, those of the `rest`, if there is any. Where all tiles are left over, `d_bias` has room
-    for parts of it, one after another on the batch axis. STAGES panels are in shared memory.
+    for parts of it, one after another on the batch axis, else `sums` has, tile after tile. STAGES panels are in shared memory.
     """
     follow()
     sharing_heads, members = sharing
     tile, part, count = gl.program_id(0), 0, 1
-    sums, is_part = None, None
+    is_part = None
     if rest is not None:
         is_part = tile >= rest.first
         left = gl.where(is_part, tile - rest.first, 0)
         part, count = left // rest.count, gl.where(is_part, rest.parts, 1)
-        if rest.sums is not None:
-            sums = rest.sums + left * (2 * BLOCK_M * BLOCK_N)
         tile -= part * rest.count
+        if sums is not None:
+            sums += left * (2 * BLOCK_M * BLOCK_N)
     entry, bias_head, row, col = tile_place(tile, heads // sharing_heads, len_q, len_k, 2 * BLOCK_M, BLOCK_N)
     members_each = gl.cdiv(members, count)
     begin = part * members_each
@@ -190,7 +191,7 @@ def _shared_gradient_kernel(
         for i in gl.static_range(2):
             copy(bias, [seq.batch, seq.head, row + i * BLOCK_M, col], barriers.bias_full.index(0), tiles.bias.index(i))
     place = entry
-    if rest is not None and rest.sums is None:
+    if rest is not None and sums is None:
         blocks = gl.cdiv(len_q, 2 * BLOCK_M) * gl.cdiv(len_k, BLOCK_N)
         place += part * (rest.count // (blocks * (heads // sharing_heads)))
     context = Context(tiles, barriers, seq, sharing_heads, spread, row, col, begin, end, stride, place, sums, is_part)

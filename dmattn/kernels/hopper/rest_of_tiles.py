@@ -64,7 +64,6 @@ class Rest(NamedTuple):
     first: Any  # the number of the first; those before it are whole
     count: Any
     parts: Any
-    sums: Any  # pointer to room for the parts; None where all tiles are left over
 
 
 def divided(problem: Problem, d_bias: Tensor) -> tuple[Sharing, Division]:
@@ -102,7 +101,8 @@ def add_parts(division: Division, parts: Tensor | None, d_bias: Tensor) -> None:
     launch(
         _add_parts_kernel,
         division.rest * (QUERIES // ROWS),
-        rest=Rest(division.whole, division.rest, division.parts, parts),
+        rest=Rest(division.whole, division.rest, division.parts),
+        sums=parts,
         d_bias=strided(d_bias, heads),
         heads=heads,
         len_q=len_q,
@@ -122,7 +122,7 @@ def tile_place(tile, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 
 @triton.jit
-def _add_parts_kernel(rest, d_bias, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+def _add_parts_kernel(rest, sums, d_bias, heads, len_q, len_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
     """One program: BLOCK rows of a tile left over, the sum of its parts. Grid of one axis: rows fastest, then tiles."""
     follow()
     STRIPS: tl.constexpr = BLOCK_M // BLOCK
@@ -130,7 +130,7 @@ def _add_parts_kernel(rest, d_bias, heads, len_q, len_k, BLOCK_M: tl.constexpr, 
     place = (strip * BLOCK + tl.arange(0, BLOCK))[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]  # within a part of the tile
     total = tl.full([BLOCK, BLOCK_N], 0.0, tl.float32)
     for part in tl.range(0, rest.parts, loop_unroll_factor=4):  # loads of several parts under way at once
-        total += tl.load(rest.sums + (part * rest.count + number).to(tl.int64) * (BLOCK_M * BLOCK_N) + place)
+        total += tl.load(sums + (part * rest.count + number).to(tl.int64) * (BLOCK_M * BLOCK_N) + place)
     batch, head, row, col = tile_place(rest.first + number, heads, len_q, len_k, BLOCK_M, BLOCK_N)
     rows, cols = Span(row + strip * BLOCK, tl.arange(0, BLOCK), len_q), Span(col, tl.arange(0, BLOCK_N), len_k)
     store_tile(d_bias, Sequence(batch, head, len_q, len_k), rows, cols, total)

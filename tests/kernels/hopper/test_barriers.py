@@ -210,7 +210,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
 
     language.exp2 = lambda s: s
     names = functions(case, BIAS_GRAD, language, change, allocate_pairs=lambda bias, count, *shape: Several(Place, count))
-    rest = names["Rest"](whole, left, parts, Anything() if whole else None) if left else None
+    rest = names["Rest"](whole, left, parts) if left else None
     add = names["_member"]
 
     def _member(context: Any, rules: Any, terms: Any, seq: Any, row: int, step: int, which: int, config: Any, EDGE: bool) -> Generator:
@@ -236,7 +236,7 @@ def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None 
     )  # fmt: skip
     given = dict(
         q=Anything("q"), k=Anything("k"), v=Anything("v"), d_out=Anything("d_out"), bias=Anything("bias") if chance.random() < 0.5 else None,
-        rules=case.rules, lse=Anything(), delta=Anything(), d_bias=Anything(), rest=rest, sharing=(1, members), spread=None, heads=1, groups=1,
+        rules=case.rules, lse=Anything(), delta=Anything(), d_bias=Anything(), rest=rest, sharing=(1, members), spread=None, heads=1, groups=1, sums=Anything() if left and whole else None,
         len_q=len_q, len_k=len_k, DIM=chance.choice((64, 160, 256)), DIM_V=chance.choice((64, 144, 256)), STAGES=chance.choice((5, 6)),
     )  # fmt: skip
     run(names["_shared_gradient_kernel"], given, language, chance)
