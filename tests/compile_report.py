@@ -52,6 +52,7 @@ LAUNCHES = (
     (Case("shared-bias-d64", 4096, heads=16, head_dim=64, bias="1hqk"), BF16),
     (Case("shared-bias-of-four-window-d64", 4096, batch=4, heads=16, head_dim=64, bias="1hqk", window=(512, 64)), BF16),
     (Case("shared-bias-of-eight-window-d64", 4096, batch=8, heads=16, head_dim=64, bias="1hqk", window=(512, 64)), BF16),
+    (Case("shared-bias-of-nine-tiles-left-over-d64", 600, 648, batch=9, heads=5, head_dim=64, bias="1hqk"), BF16),
     (Case("shared-bias-d32-short", 64, batch=64, heads=8, head_dim=32, bias="1hqk"), FP16),
     (Case("windows-of-49-mask-d32", 49, batch=64, heads=8, head_dim=32, mask="b1qk", bias="1hqk"), BF16),
     (Case("windows-dense-bias-dropout-d64", 64, batch=64, heads=8, head_dim=64, bias="bhqk", dropout_p=0.1), BF16),

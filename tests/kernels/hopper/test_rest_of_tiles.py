@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from conftest import NEEDS_CUDA
@@ -19,7 +17,6 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from dmattn.kernels.hopper import rest_of_tiles
 from dmattn.kernels.hopper.rest_of_tiles import Division
 
-bias_grad = importlib.import_module("dmattn.kernels.hopper.bias_grad")
 ON_A_GPU = [pytest.param("cuda", marks=NEEDS_CUDA)]
 TILE = 1 << 16  # bytes of one in float32
 FEW = Case("few-tiles", 200, 392, batch=7, heads=3, head_dim=64, bias="11qk", padded=True, transposed=True)
@@ -81,7 +78,7 @@ def test_parts_sum_to_what_whole_tiles_are(device: str, count: int, monkeypatch:
         pytest.skip("needs a Hopper GPU")
     divisions = []
     divide = rest_of_tiles.divide
-    monkeypatch.setattr(bias_grad, "divide", lambda *given: (divisions.append(divide(*given)), divisions[-1])[1])
+    monkeypatch.setattr(rest_of_tiles, "divide", lambda *given: (divisions.append(divide(*given)), divisions[-1])[1])
     monkeypatch.setattr(rest_of_tiles, "processors", lambda device: count)
     assert not [str(verdict) for verdict in check(FEW, torch.bfloat16, device) if not verdict.passed]
     inputs = FEW.inputs(torch.bfloat16, device)
