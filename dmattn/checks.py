@@ -262,7 +262,7 @@ def hint_of_axes(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_he
 
 
 def _in_another_order(name: str, sizes: tuple[int, ...], full: tuple[int, ...], kv_heads: int) -> list[str]:
-    """What puts keys behind queries, or heads before both, of sizes of pairs that may be in another order.
+    """What puts keys behind queries, or heads before both, of sizes of pairs that may be in another order, or parts batch entries and heads.
 
     The first of three axes may be of heads or of batch entries, so that those are not exchanged.
     """
@@ -270,9 +270,15 @@ def _in_another_order(name: str, sizes: tuple[int, ...], full: tuple[int, ...], 
     *leading, rows, cols = (1, *sizes)
     if min(rows, cols) > 1 and len(sizes) != 3 and sizes_fit((*missing, *leading[1:], cols, rows), full, kv_heads, -3):
         return [f"{name}.mT if its last axes are keys, queries"]
-    *leading, len_q, len_k, heads = (1, 1, *sizes)
-    if min(len_q, len_k, heads) > 1 and sizes_fit((*missing, *leading[2:], heads, len_q, len_k), full, kv_heads, -3):
+    *leading, first, second, last = (1, 1, *sizes)
+    if min(first, second, last) > 1 and sizes_fit((*missing, *leading[2:], last, first, second), full, kv_heads, -3):
         return [f"{name}.movedim(-1, -3) if its last axis is heads"]
+    if min(first, second, last) > 1 and sizes_fit((*missing, *leading[2:], second, first, last), full, kv_heads, -3):
+        return [f"{name}.transpose(-3, -2) if its heads stand behind queries"]
+    if len(full) == 4 and len(sizes) == 3 and full[0] > 1 and sizes_fit((*full[:2], *sizes[1:]), full, kv_heads, -3):
+        for heads in (full[1], kv_heads):
+            if heads > 1 and sizes[0] == full[0] * heads:  # with ==, as in `_fits`
+                return [f"{name}.unflatten(0, ({full[0]}, {heads})) if its first axis is batch entries and heads"]
     return []
 
 
