@@ -40,7 +40,7 @@ from ..base.tiles import FEW_ROWS, Tile, block_dim, launch_options, pick
 from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 
-PROGRAMS_PER_PROCESSOR = 2  # as many as run at once by their shared memory: one round, whose programs end together
+PROGRAMS_PER_PROCESSOR = 2  # into so many the keys are split: of these all run at once, and end together
 # Under a mask of each batch entry they do not, as these keep more or fewer keys. NVIDIA H200, 2026-11-30, padding, 32 heads on 8 of head dim
 # 128: 32 batch entries of 4096 keys with 2, 4 and 6 in 0.133, 0.141 and 0.125 ms, 8 of 8192 keys with 4 and 6 in 0.067 and 0.069. 2026-11-27,
 # 16 batch entries of head dim 64 with 2 and 4 in 0.040 and 0.043.
