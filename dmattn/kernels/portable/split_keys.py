@@ -53,7 +53,7 @@ AT_ONCE = 3  # programs of the heavier tile on a processor of sm_90, by what com
 AT_ONCE_LIGHT_64, AT_ONCE_LIGHT = 5, 4  # to head dim 64, to 128
 MOSTLY_EMPTY = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and
-# 0.210, 320 of head dim 256 0.174 and 0.176. The kernel that splits no keys took 0.288, 0.358 and 0.276.
+# 0.210, 320 of head dim 256 0.174 and 0.176. The kernel that splits no keys took 0.341, 0.358 and 0.276.
 SPLITS_OF_WIDE, WIDE_DIMS = 2, 128  # at least, of head dims over that
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
 # NVIDIA H200, 2026-11-28: (1, 32 on 8, 4 x 777, 96) 0.0259 ms unsplit, 0.0127 in 6 splits, 0.0112 in 12; (1, 8 on 1, 4 x 1500, 128) 0.0315 and
