@@ -553,7 +553,7 @@ HOPPER = (
     Case("hopper-padded-heads-mask-of-pairs-400x520", 400, 520, batch=3, heads=11, head_dim=40, mask="b1qk", keep="random-empty-rows", reason="two consumers by bits"),
     Case("hopper-padded-heads-shared-bias-1096", 1096, batch=3, heads=9, head_dim=40, bias="1hqk", reason="two programs of two consumers, and two of keys"),
     Case("hopper-padded-heads-own-bias-causal-1096", 1096, batch=3, heads=9, head_dim=48, value_dim=40, bias="bhqk", causal=True, reason="three consumers"),
-    Case("hopper-padded-heads-own-bias-softcap-1090x1096", 1090, 1096, batch=3, heads=9, head_dim=56, bias="bhqk", softcap=5.0, reason="two consumers, dS stored"),
+    Case("hopper-padded-heads-own-bias-softcap-1090x1096", 1090, 1096, batch=3, heads=9, head_dim=56, bias="bhqk", softcap=5.0, reason="one consumer, two for dK and dV"),
     Case("hopper-padded-heads-shared-bias-padding-1536", 1536, batch=9, heads=3, head_dim=40, bias="1hqk", mask="b11k", keep="padding", reason="the same under a mask of keys"),
     Case("hopper-padded-heads-shared-bias-three-1536", 1536, batch=9, heads=3, head_dim=40, bias="1hqk", reason="three consumers, in whole rounds"),
     Case("hopper-sums-48-key-bias-grouped-393x523", 393, 523, **GQA, head_dim=48, bias="bg1k", reason="the same beside bias columns"),

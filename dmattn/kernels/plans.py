@@ -26,6 +26,7 @@ from .traits import D_BIAS_OF_PAIRS, D_BIAS_SHARED, Traits
 
 _KEYS_WITHOUT_LISTS = 256  # under a mask, up to which few queries read all keys
 STORED_KEYS, STORED_PROGRAMS = 64, 3  # keys of a program that stores dS, and programs for each processor of a part of the batch
+UNSPLIT_64, UNSPLIT = 4, 3  # programs of few queries of the kernel that splits no keys, at once on a processor of sm_90, to head dim 64 and 128
 LEAST_FILL = 0.8  # of the processors in all rounds, by (batch, head) that are one program each
 
 
@@ -114,7 +115,7 @@ def split_keys(traits: Traits) -> Iterator[str]:
     """One tile holds the few queries of several heads; or the programs would leave processors room for more, and there are keys to split.
 
     And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all; and few of wide heads, or
-    of so many programs that the last round of the kernel which splits no keys would be mostly empty. Results of packed sequences are merged
+    of so many programs that the last round of the kernel which splits no keys would be poorly filled. Results of packed sequences are merged
     anyway, which takes longer than reading few keys. Where 9 queries or more of two heads fill a tile, and too few of them the processors,
     programs of their own are faster.
     """
@@ -132,7 +133,7 @@ def split_keys(traits: Traits) -> Iterator[str]:
         return
     if is_small and seen > 0 and portable_split_keys.is_wide(traits.dtype, traits.head_dim, traits.value_dim):
         return
-    if is_small and not is_masked and _is_mostly_empty(traits, packing.programs):
+    if is_small and not is_masked and visible >= portable_split_keys.LEAST_KEYS and _is_poorly_filled(traits, packing.programs):
         return
     dims = traits.head_dim + traits.value_dim
     read = portable_split_keys.bytes_of_keys(traits.batch * traits.kv_heads, traits.len_k, dims, traits.dtype)
@@ -144,19 +145,22 @@ def split_keys(traits: Traits) -> Iterator[str]:
         yield f"is for few queries over more keys, as in decoding: to split {seen} visible keys of {rows} would save less than merging takes"
     most = traits.processors if are_few else traits.processors // 2
     if packing.programs > most and not in_one_tile:
-        others = " but for head dims over 128 and what would end in a round mostly empty" if are_few else ""
+        others = " but for head dims 129 to 256" if is_small and traits.dtype.itemsize == 2 else ""
+        if others and traits.family == "sm_90" and not is_masked:
+            others += " or a last round that would be poorly filled"
         yield f"is for up to {most} programs before splitting{others}, on {traits.processors} multiprocessors, not {packing.programs}"
 
 
-def _is_mostly_empty(traits: Traits, programs: int) -> bool:
-    """Whether the last round of the forward pass that splits no keys would be, of so many programs of few queries of 16 bits on sm_90.
+def _is_poorly_filled(traits: Traits, programs: int) -> bool:
+    """Whether the last round of the forward pass that splits no keys would be, of so many programs of few queries of 16 bits on sm_90, and the
+    kernel that splits keys has a lighter tile for them.
 
-    NVIDIA H200, 2026-11-30: 512 programs of head dim 128, 1.29 rounds, 0.147 ms, by the kernel that splits keys 0.133 (docs/history.md).
+    NVIDIA H200, 2026-11-30: 512 programs of head dim 128, 1.29 rounds, 0.147 ms, by the lighter tile 0.133 (docs/history.md). Not timed at 64.
     """
-    if traits.dtype.itemsize != 2 or traits.family != "sm_90":
+    each, dim = programs / traits.processors, max(block_dim(traits.head_dim), block_dim(traits.value_dim))
+    if traits.dtype.itemsize != 2 or traits.family != "sm_90" or not portable_split_keys.is_lighter_better(each, dim):
         return False
-    at_once = 4 if max(block_dim(traits.head_dim), block_dim(traits.value_dim)) <= 64 else portable_split_keys.AT_ONCE
-    return portable_split_keys.stretch(programs / (at_once * traits.processors)) >= portable_split_keys.MOSTLY_EMPTY
+    return portable_split_keys.stretch(each / (UNSPLIT_64 if dim <= 64 else UNSPLIT)) >= portable_split_keys.POORLY_FILLED
 
 
 @joined

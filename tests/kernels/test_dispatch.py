@@ -311,7 +311,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: split keys", dict(len_q=128, len_k=600), "is for few queries over more keys, as in decoding: to split 600 visible keys of 128 queries of 4 heads that share keys would save less than merging takes"),
     ("forward: split keys", dict(kv_heads=32, left=200), "is for few queries over more keys, as in decoding: to split 201 visible keys of 1 queries would save less than merging takes"),
     ("forward: split keys", dict(kv_heads=32, right=-9000), "is for few queries over more keys, as in decoding: to split 0 visible keys of 1 queries would save less than merging takes"),
-    ("forward: split keys", dict(heads=8, kv_heads=8, batch=17), "is for up to 132 programs before splitting but for head dims over 128 and what would end in a round mostly empty, on 132 multiprocessors, not 136"),
+    ("forward: split keys", dict(heads=8, kv_heads=8, batch=17), "is for up to 132 programs before splitting but for head dims 129 to 256 or a last round that would be poorly filled, on 132 multiprocessors, not 136"),
     ("forward: portable", dict(dtype=FP32, head_dim=512), "does not serve float32 with head dims 512 of queries and 128 of values on sm_80: pass"),
     ("forward: split keys", dict(dtype=FP32, value_dim=264), "does not serve float32 with head dims 128 of queries and 264 of values on sm_90"),
     ("forward: Hopper", dict(family="sm_100"), "is for sm_90, not sm_100"),

@@ -51,7 +51,7 @@ PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 6, 256  # of keys and values together
 # quarter 0.137 and 0.134 (2.59, 1.94); 64 of head dim 64 by 128 and by 64 keys 0.083 and 0.076 (1.29, 0.78).
 AT_ONCE = 3  # programs of the heavier tile on a processor of sm_90, by what compiled kernels take of it; of the lighter one:
 AT_ONCE_LIGHT_64, AT_ONCE_LIGHT = 5, 4  # to head dim 64, to 128
-MOSTLY_EMPTY = 1.3  # times what whole rounds would take
+POORLY_FILLED = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and
 # 0.210, 320 of head dim 256 0.174 and 0.176. The kernel that splits no keys took 0.341, 0.358 and 0.276.
 SPLITS_OF_WIDE, WIDE_DIMS = 2, 128  # at least, of head dims over that
@@ -146,9 +146,9 @@ class Work(NamedTuple):
 
 
 def plan_of(problem: Problem) -> Plan:
-    """The division of a problem. The keys are split for a whole round of programs, as far as there are keys for it.
+    """The division of a problem. The keys are split for PROGRAMS_PER_PROCESSOR, as far as there are keys for it.
 
-    Under a mask of each batch entry there are three rounds. Programs that have little to read, on most processors, have no split.
+    Under a mask of each batch entry there are three times as many. Programs that have little to read, on most processors, have no split.
     """
     limits, group = pick("split keys", problem), _group(problem)
     (batch, kv_heads, len_k, _), len_q = problem.key.shape, problem.query.shape[2]
@@ -184,11 +184,15 @@ def _lighter(tile: Tile, programs_each: float, problem: Problem) -> Tile:
     filled no worse.
     """
     dim = max(block_dim(problem.key.shape[3]), block_dim(problem.value.shape[3]))
-    if dim > WIDE_DIMS or problem.key.element_size() != 2 or device_family(problem.query.device) != "sm_90":
+    if problem.key.element_size() != 2 or device_family(problem.query.device) != "sm_90" or not is_lighter_better(programs_each, dim):
         return tile
-    light = tile._replace(block_n=64) if dim <= 64 else tile._replace(stages=2)
-    is_better = stretch(programs_each / (AT_ONCE_LIGHT_64 if dim <= 64 else AT_ONCE_LIGHT)) <= stretch(programs_each / AT_ONCE)
-    return light if is_better else tile
+    return tile._replace(block_n=64) if dim <= 64 else tile._replace(stages=2)
+
+
+def is_lighter_better(programs_each: float, dim: int) -> bool:
+    """Whether so many programs a processor of sm_90, of a padded head dim, have a lighter tile whose rounds are filled no worse."""
+    at_once = AT_ONCE_LIGHT_64 if dim <= 64 else AT_ONCE_LIGHT
+    return dim <= WIDE_DIMS and stretch(programs_each / at_once) <= stretch(programs_each / AT_ONCE)
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
