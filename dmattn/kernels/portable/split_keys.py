@@ -175,8 +175,8 @@ def is_wide(dtype: torch.dtype, *dims: int) -> bool:
 
 
 def stretch(rounds: float) -> float:
-    """How many times as long as that part of them so many rounds of programs take, as the last one is no shorter than others."""
-    return max(1.0, math.ceil(rounds) / rounds) if rounds > 1 else 1.0
+    """How many times as long so many rounds of programs take as if the last one were shorter where it is not full; 1 of a single one."""
+    return math.ceil(rounds) / rounds if rounds > 1 else 1.0
 
 
 def _lighter(tile: Tile, programs_each: float, problem: Problem) -> Tile:
