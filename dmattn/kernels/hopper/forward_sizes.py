@@ -29,8 +29,6 @@ KEYS_OF_ONE, KEYS_OF_ONE_WIDE = 1024, 512
 # NVIDIA H200, 2026-11-27: to these of padded head dims over 64, which are copied for nothing. To none, without a bias of pairs or a window,
 # where the copy engine is slow: rows of 40, 56, 72 or 88 dims are no multiple of the 32 bytes that memory gives at once (docs/history.md).
 KEYS_OF_ONE_PADDED, SECTOR = 320, 32
-# NVIDIA H200, 2026-11-30: under a mask of pairs, without a bias of them, two consumers share keys of 40 and 56 dims. By one and by two, (4, 16,
-# 2048², 40) 0.271 and 0.229 ms, (16, 12, 496², 40) 0.066 and 0.065, a mask of each head and 56 dims 0.236 and 0.233 (docs/history.md).
 # NVIDIA H200, 2026-11-27: to these keys of a window, which has more tiles of them at its edges: in place of three consumers of head dim 64, and
 # in place of two over it (docs/history.md).
 KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
@@ -73,7 +71,8 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
         stages = STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1
         return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
     keys = KEYS // 2 if loaded else _keys_of(problem, width, dim, dim_v)
-    # blocks of two are done sooner than those of three
+    # Blocks of two are done sooner than those of three. NVIDIA H200, 2026-11-30, 40 and 56 dims under a mask of pairs without a bias, by one
+    # consumer, two and three: (4, 16, 2048², 40) 0.271, 0.229 and 0.280 ms, (16, 12, 496², 40) 0.066, 0.065 and 0.081 (docs/history.md).
     are_few = has_odd_rows(problem) and (mean_keys(problem) <= KEYS_OF_ONE or hides_pairs(problem))
     return Sizes(2 if are_few else consumers_of(problem.query.shape[2], width), keys, _stages_of(keys, width), 1)
 
