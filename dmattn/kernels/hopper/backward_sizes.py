@@ -100,7 +100,7 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
 def _have_registers_for_three(problem: Problem, windowed: bool) -> bool:
     """Whether three consumers have registers for a walk: without a bias of pairs or keys, a softcap, or anything that hides but a causal mask.
 
-    Under that first blocks of keys have the most queries, so there must be many blocks. Head dims 40 and 56 have them beside a bias of pairs, too
+    Under that first blocks of keys have the most queries, so there must be many blocks. Head dims 40 and 56 have them beside a bias of pairs
     (:func:`key_sizes`).
     """
     if problem.softcap is not None or (problem.bias is not None and problem.zero is None):
