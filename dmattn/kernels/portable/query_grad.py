@@ -3,20 +3,17 @@
 Where few blocks would leave processors idle, each has several programs with a part of the keys, and a second kernel adds their dQ in order.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...problem import Problem
-from ..base.device import processors
 from ..base.distances import inner_steps, outer_places
 from ..base.launch import launch
 from ..base.layout import Sequence, Span, load_pairs, sequence, store_pairs, store_rows, store_zeros, strided
 from ..base.overlap import follow
 from ..base.packed_blocks import count_blocks, packed_blocks
-from ..base.parts import LEAST_ROOM, empty_parts, sum_parts
+from ..base.parts import empty_parts, sum_parts
 from ..base.pieces import load_again, load_pieces, over_rows, store_pieces, times, zero_pieces
 from ..base.place import place_work
 from ..base.query_terms import Given, Incoming, terms_of
@@ -25,10 +22,7 @@ from ..base.softmax import divisor2, score_gradient
 from ..base.tiles import launch_options, pick
 from ..base.window import next_step
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
-from .split_keys import MOST_SPLITS, visible_keys
-
-KEYS_OF_A_PART = 256  # at least: adding parts takes as long as walking about so many
-PROGRAMS_PER_PROCESSOR = 2
+from .key_parts import parts_of_keys, steps_of_part
 
 
 def query_gradients(
@@ -68,20 +62,6 @@ def query_gradients(
     )
     if count > 1:
         sum_parts(d_q, d_query)
-
-
-def parts_of_keys(problem: Problem, works: int, d_query: Any) -> int:
-    """Into how many parts the keys of so many blocks of queries are split, for programs to keep all processors busy.
-
-    Parts take up to a twenty-fifth of the memory of keys and values, or LEAST_ROOM if that is more. It is 1 for packed sequences, beside a
-    table of distances, whose walk has several ranges, and for a `d_query` that no single strides walk.
-    """
-    if problem.ends_q is not None or problem.zero is not None or not isinstance(d_query, Tensor) or not d_query.numel():
-        return 1
-    (len_q, len_k), value = (problem.query.shape[2], problem.key.shape[2]), problem.value
-    room = max(LEAST_ROOM, (problem.key.numel() + value.numel()) * value.element_size() // 25) // (4 * d_query.numel())
-    fill = PROGRAMS_PER_PROCESSOR * processors(d_query.device) // works
-    return max(1, min(fill, visible_keys(len_q, len_k, problem.left, problem.right) // KEYS_OF_A_PART, room, MOST_SPLITS))
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -136,10 +116,7 @@ def _query_gradients_kernel(
             cols = Span(start, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else seq.len_k)
             dq, ends = _add_tile(*held, stats, dq, ends, cols, EDGE=True, DS_IS_MADE=False, PRECISION=PRECISION)
         end = begin
-    own_begin, own_end = begin, full_end
-    if parts is not None:
-        steps = tl.cdiv(full_end - begin, BLOCK_N)
-        own_begin, own_end = begin + steps * part // parts * BLOCK_N, begin + steps * (part + 1) // parts * BLOCK_N
+    own_begin, own_end = steps_of_part(begin, full_end, part, parts, BLOCK_N)
     following = walk_step(rules, seq, rows, seq.len_k, own_begin, end, full_end, BLOCK_M, BLOCK_N)
     for step in tl.range(own_begin, end if parts is None else tl.minimum(own_end, end), BLOCK_N):
         start, following = walk_steps(rules, seq, rows, seq.len_k, step, following, end, full_end, BLOCK_M, BLOCK_N)

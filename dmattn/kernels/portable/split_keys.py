@@ -54,6 +54,9 @@ AT_ONCE_LIGHT_64, AT_ONCE_LIGHT = 5, 4  # to head dim 64, to 128
 POORLY_FILLED = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and
 # 0.210, 320 of head dim 256 0.174 and 0.176. The kernel that splits no keys took 0.341, 0.358 and 0.276.
+# NVIDIA H200, 2026-11-30, 12 heads on 2 of head dim 64, 24 batch entries of 65536 keys: in 5 splits, 1.82 programs a processor, 0.221 ms, in 8,
+# 2.91, 0.203; with padding to a quarter of the keys 0.066 and 0.060. 96 programs of head dim 128 in 2 and 4 splits 0.108 and 0.107.
+FULLER = 1.05  # times
 SPLITS_OF_WIDE, WIDE_DIMS = 2, 128  # at least, of head dims over that
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
 # NVIDIA H200, 2026-11-28: (1, 32 on 8, 4 x 777, 96) 0.0259 ms unsplit, 0.0127 in 6 splits, 0.0112 in 12; (1, 8 on 1, 4 x 1500, 128) 0.0315 and
@@ -159,14 +162,23 @@ def plan_of(problem: Problem) -> Plan:
     fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * count // packing.programs
     if is_wide(problem.query.dtype, problem.key.shape[3], problem.value.shape[3]):
         fill = max(fill, SPLITS_OF_WIDE)
+    elif not uneven and packing.rows == FEW_ROWS and device_family(problem.query.device) == "sm_90" and problem.key.element_size() == 2:
+        fill = _fullest(fill, packing.programs / count)
     read = visible * (problem.key.shape[3] + problem.value.shape[3]) * problem.key.element_size()
     if packing.programs >= MOST_PROCESSORS * count and read <= BYTES_OF_ONE and not differs:
         fill = 1
     work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * problem.value.shape[3], problem.is_masked)
     splits, tile = work.worthwhile(max(1, min(fill, work.most))), limits._replace(block_m=packing.rows)
-    if packing.rows == FEW_ROWS and not differs and packing.programs * splits > PROGRAMS_PER_PROCESSOR * count:
-        tile = _lighter(tile, packing.programs * splits / count, problem) if limits == pick("split keys", problem, is_frozen=True) else tile
+    if packing.rows == FEW_ROWS and not differs and packing.programs > PROGRAMS_PER_PROCESSOR * count:
+        tile = _lighter(tile, packing.programs / count, problem) if limits == pick("split keys", problem, is_frozen=True) else tile
     return Plan(tile, packing, splits)
+
+
+def _fullest(fill: int, programs_each: float) -> int:
+    """So many splits of up to one program a processor, or as many as AT_ONCE allows where these leave fewer processors with less to do."""
+    more = int(AT_ONCE / programs_each)
+    fuller = programs_each <= 1 and FULLER * stretch(programs_each * more) < stretch(programs_each * fill)
+    return more if fuller else fill
 
 
 def is_wide(dtype: torch.dtype, *dims: int) -> bool:

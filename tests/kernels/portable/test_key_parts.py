@@ -1,7 +1,8 @@
-"""dQ of few queries, the keys of which are split into parts for several programs: that it is exact and repeats, and how many parts there are."""
+"""Keys of few queries, split into parts for several programs: that out and dQ are exact and repeat, and how many parts there are."""
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -19,8 +20,9 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from compile_report import meta
 
+from dmattn.kernels import dispatch
 from dmattn.kernels.base.leading import flattened
-from dmattn.kernels.portable import query_grad
+from dmattn.kernels.portable import forward, key_parts, query_grad, split_keys
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="the PyTorch path serves a CPU")
 RUNS = [pytest.param("cpu", dtype, marks=interpreted) for dtype in (torch.float32, torch.float16)]
@@ -43,19 +45,22 @@ CASES = (
 
 
 @pytest.fixture
-def parted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of parts of what the kernel gets, however few keys there are: up to 5 on any GPU. Parts that nobody writes are NaN."""
-    numbers: list[int] = []
-    ours, made = query_grad.parts_of_keys, query_grad.empty_parts
+def parted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """The numbers of parts of what the kernels get, however few keys there are: up to 5 on any GPU. Parts that nobody writes are NaN."""
+    numbers: dict[str, list[int]] = {"out": [], "dQ": []}
+    ours, made, empty = key_parts.parts_of_keys, query_grad.empty_parts, split_keys.Parts.empty
 
-    def counted(*arguments) -> int:
-        numbers.append(min(ours(*arguments), 5))
-        return numbers[-1]
+    def counted(*arguments, name: str) -> int:
+        numbers[name].append(min(ours(*arguments), 5))
+        return numbers[name][-1]
 
-    monkeypatch.setattr(query_grad, "KEYS_OF_A_PART", 4)
-    monkeypatch.setattr(query_grad, "processors", lambda device: 1 << 20)
-    monkeypatch.setattr(query_grad, "parts_of_keys", counted)
+    monkeypatch.setattr(key_parts, "KEYS_OF_A_PART", 4)
+    monkeypatch.setattr(key_parts, "processors", lambda device: 1 << 20)
+    monkeypatch.setattr(forward, "parts_of_keys", partial(counted, name="out"))
+    monkeypatch.setattr(query_grad, "parts_of_keys", partial(counted, name="dQ"))
     monkeypatch.setattr(query_grad, "empty_parts", lambda *of: made(*of).fill_(float("nan")))
+    monkeypatch.setattr(split_keys.Parts, "empty", lambda *of: split_keys.Parts(*(x.fill_(float("nan")) for x in empty(*of))))
+    monkeypatch.setattr(dispatch, "FORWARD", tuple(row for row in dispatch.FORWARD if row.name == "portable"))
     replay.forget()
     yield numbers
     replay.forget()
@@ -68,26 +73,27 @@ def each_run() -> list:
 
 
 @pytest.mark.parametrize(("case", "device", "dtype"), each_run())
-def test_is_exact_and_repeats(case: Case, device: str, dtype: torch.dtype, parted: list[int], unwritten_shows: None) -> None:
+def test_is_exact_and_repeats(case: Case, device: str, dtype: torch.dtype, parted: dict[str, list[int]], unwritten_shows: None) -> None:
     wrong = [str(verdict) for verdict in check(case, dtype, device) if not verdict.passed]
     assert not wrong, wrong
-    assert set(parted) == {5}
+    assert set(parted["out"]) == set(parted["dQ"]) == {5}
     inputs = case.inputs(dtype, device)
     first, second = (results(attention, inputs, case.options) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize(("device", "dtype"), RUNS)
-def test_a_table_of_distances_has_none(device: str, dtype: torch.dtype, parted: list[int]) -> None:
+def test_a_table_of_distances_has_none(device: str, dtype: torch.dtype, parted: dict[str, list[int]]) -> None:
     case = Case("table", 20, 130, **SMALL, bias="1hr", distances=9, zero=4)
     assert all(verdict.passed for verdict in check(case, dtype, device))
-    assert not parted  # nobody asks
+    assert set(parted["out"]) == {1}
+    assert not parted["dQ"]  # nobody asks
 
 
 def parts(case: Case, works: int) -> int:
     """On a device of 132 processors."""
     (problem,) = flattened(meta(case, torch.bfloat16))
-    return query_grad.parts_of_keys(problem, works, problem.query)
+    return key_parts.parts_of_keys(problem, works, problem.query)
 
 
 @pytest.mark.parametrize(
