@@ -7,7 +7,7 @@ softmax the others multiply, or those of other programs on the processor. Three 
 
 Where there are more blocks of queries than programs have room, there are as many programs as have room. A producer begins the next block while
 the consumers end theirs. Where blocks are so few that they would leave processors idle, and keys enough, each block's keys are split over
-programs, whose results are merged as in portable/split_keys.py. Rules on pairs are those of base/rules.py, spelled for Gluon.
+programs, whose results are merged as in portable/merge.py. Rules on pairs are those of base/rules.py, spelled for Gluon.
 """
 
 import math
@@ -26,7 +26,7 @@ from ..base.layout import copied_entry, slice_pointer, strided
 from ..base.overlap import follow
 from ..base.rules import LOG2E
 from ..base.softmax import join_sink, sink2_of
-from ..portable.split_keys import Parts, merge_splits
+from ..portable.merge import Parts, merge_splits
 from .addressing import copyable
 from .bias_columns import ones_for_columns
 from .copies import (
@@ -163,7 +163,7 @@ def _forward_kernel(
     """One program: out and lse of some of the works, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
     q, k, v, bias (of pairs), intervals, bias_columns (`key_walk`) are tensor descriptors; a bias that does not depend on the key is read from
-    rules. `lengths` are :class:`walk.Lengths`: where they name parts, out and lse are those of `split_keys.Parts`. A tile of BLOCK_N keys is
+    rules. `lengths` are :class:`walk.Lengths`: where they name parts, out and lse are those of `merge.Parts`. A tile of BLOCK_N keys is
     copied by blocks. Other options are those of :class:`Config`.
     """
     follow()
@@ -340,7 +340,7 @@ def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def _store(context, sums, out, lse, IS_PART: gl.constexpr, which: gl.constexpr, config: gl.constexpr):
-    """Normalise and store out and lse of a consumer's queries; of a part of their keys, the sums as they are (`split_keys.Parts`)."""
+    """Normalise and store out and lse of a consumer's queries; of a part of their keys, the sums as they are (`merge.Parts`)."""
     rules, seq, acc = context.rules, context.seq, sums.acc
     row_max2, row_sum = sums.row_max * exponent_factor(rules), sums_of_lanes(sums.row_sum, config.PAIRS)  # [BLOCK_M]
     if rules.sinks is not None:

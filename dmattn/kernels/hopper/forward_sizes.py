@@ -35,6 +35,9 @@ KEYS_OF_ONE_WINDOW, KEYS_OF_ONE_WINDOW_WIDE = 2304, 640
 # NVIDIA H200, 2026-11-29: with head dims to 32 beside a copied bias of pairs two programs of two consumers, who share keys, are 2 to 3 % faster
 # than four of one. Beside a mask of keys they are slower, but for a bias that nobody shares from these keys on (docs/history.md).
 KEYS_BY_TWOS = 512
+# NVIDIA H200, 2026-11-30: not where the last tile has fewer keys, or the last block is half empty. Programs of one consumer and of two took
+# 0.139 and 0.222 ms for (512, 8, 160², 32), 0.153 and 0.169 for (372, 8, 200²), 0.084 and 0.087 for (16, 8, 1000²) (docs/history.md).
+MOST_IDLE = 1.03  # consumers, of those with queries
 # NVIDIA H200, 2026-11-30: so have head dims 40 and 56 without a bias of pairs, 2048 queries of 64 (batch, head) over 40 keys 0.026 to 0.020 ms,
 # 257 0.045 to 0.036, 577 0.064 to 0.060, 1024 0.093 to 0.088, 2048 0.147 to 0.155 (docs/history.md).
 KEYS_BY_TWOS_PADDED = 1024
@@ -99,9 +102,15 @@ def _are_by_twos(problem: Problem, width: int, loaded: bool) -> bool:
         return False
     if bias is None:
         return problem.bias is None and width == PANEL.value and has_odd_rows(problem) and len_k <= KEYS_BY_TWOS_PADDED
-    if loaded or width >= PANEL.value:
+    if loaded or width >= PANEL.value or not _fill_blocks(problem):
         return False
     return problem.mask is None or (problem.mask.shape[2] == 1 and bias.shape[:2] == (batch, heads) and len_k >= KEYS_BY_TWOS)
+
+
+def _fill_blocks(problem: Problem) -> bool:
+    """Whether keys fill tiles, and queries blocks of two consumers, or nearly."""
+    twos, ones = _blocks(problem, 2), _blocks(problem, 1)
+    return problem.key.shape[2] % (KEYS // 2) == 0 and 2 * twos <= MOST_IDLE * ones
 
 
 def _is_slow_with_one(problem: Problem, width: int) -> bool:

@@ -17,11 +17,12 @@ from ..base.bias_columns import COLUMNS
 from ..base.device import processors
 from ..base.layout import Span, Strided, copied_entry, sequence
 from ..base.packed_blocks import count_blocks, packed_blocks
-from ..base.parts import LEAST_ROOM
+from ..base.parts import ROOM_OF_QUERIES
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
 from ..base.window import own_keys
-from ..portable.split_keys import KEYS_PER_ROW, MOST_SPLITS, visible_keys
+from ..portable.merge import MOST_SPLITS
+from ..portable.split_keys import KEYS_PER_ROW, visible_keys
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
 from ..visits.walk import key_lists, key_range
@@ -30,8 +31,8 @@ from .copies import PANEL, copied_dims, copy, place_of_keys, tiled_vectors
 
 # NVIDIA H100, 2026-11-25: 512 queries over 50176 keys in 2 parts instead of 1, forward 0.492 to 0.303 ms, of which 0.024 merges the parts.
 KEYS_OF_A_PART = 2048  # at least: 16 tiles, which take about as long as merging
-# The same where all parts together take LEAST_ROOM at most. NVIDIA H200, 2026-11-28: (1, 12 on 4, 100 x 8192, 128) in 6 parts forward 0.088 to
-# 0.032 ms, backward 0.146 to 0.068; (1, 8, 128 x 2048, 64) 0.0197 to 0.0148 and 0.0285 to 0.0247.
+# The same where all parts together take ROOM_OF_QUERIES at most. NVIDIA H200, 2026-11-28: (1, 12 on 4, 100 x 8192, 128) in 6 parts forward
+# 0.088 to 0.032 ms, backward 0.146 to 0.068; (1, 8, 128 x 2048, 64) 0.0197 to 0.0148 and 0.0285 to 0.0247.
 KEYS_OF_A_SMALL_PART = 256
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
 
@@ -105,7 +106,7 @@ def parts_of_keys(problem: Problem, works: int, result: Any) -> int:
     rows = len_q * heads // kv_heads * 2 * result.shape[3]  # of a result, for a row of the mean width of keys and values
     least = max(KEYS_OF_A_PART, KEYS_PER_ROW * rows // (head_dim + value_dim))
     keys = visible_keys(len_q, len_k, problem.left, problem.right)
-    few = min(keys // KEYS_OF_A_SMALL_PART, LEAST_ROOM // max(4 * result.numel(), 1))
+    few = min(keys // KEYS_OF_A_SMALL_PART, ROOM_OF_QUERIES // max(4 * result.numel(), 1))
     return max(1, min(MOST_SPLITS, processors(problem.query.device) // works, max(keys // least, few)))
 
 

@@ -20,7 +20,7 @@ from ..base.softmax import sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import launch_options, pick
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 from .key_parts import parts_of_keys, steps_of_part
-from .split_keys import Parts, merge_splits
+from .merge import Parts, merge_splits
 
 
 def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
@@ -53,7 +53,7 @@ def _forward_kernel(
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of BLOCK_M queries of one (batch, head), from a grid of one axis. Walks the keys they may attend, or of these
-    one of the `parts`: out and lse are `acc` and `sums` of :class:`split_keys.Parts` then. Parts of the same queries are neighbours.
+    one of the `parts`: out and lse are `acc` and `sums` of :class:`merge.Parts` then. Parts of the same queries are neighbours.
     """
     follow()
     program, programs, part = tl.program_id(0), tl.num_programs(0), 0

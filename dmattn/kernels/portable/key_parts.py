@@ -1,7 +1,7 @@
 """Into how many parts the keys of blocks of queries are split, and which steps of a walk are those of a part.
 
 Where few blocks of queries would leave processors idle, each has several programs with a part of its keys. What they make, in float32, is put
-together by another kernel in order: `split_keys.merge_splits` for out and lse, `parts.sum_parts` for dQ.
+together by another kernel in order: `merge.merge_splits` for out and lse, `parts.sum_parts` for dQ.
 """
 
 from typing import Any
@@ -12,25 +12,32 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.device import processors
-from ..base.parts import LEAST_ROOM
-from .split_keys import MOST_SPLITS, visible_keys
+from ..base.parts import ROOM_OF_QUERIES
+from .merge import MOST_SPLITS
+from .split_keys import visible_keys
 
-KEYS_OF_A_PART = 256  # at least: putting parts together takes as long as walking about so many
+# At least, which take as long to walk as putting parts together. Products of float32 take longer: NVIDIA H200, 2026-11-30, 8 heads of 512
+# queries and keys of 64 dims forward 0.035 and 0.028 ms in 2 and 4 parts, 4 of 700 of 128 dims 0.072 and 0.046 (docs/history.md).
+KEYS_OF_A_PART, KEYS_OF_FLOATS = 256, 128
 PROGRAMS_PER_PROCESSOR = 2
+# Of float32 with more dims, unless blocks of queries see more keys or fewer: (1, 1, 2048 x 20000, 128) 0.365 ms in 8 parts, 0.472 in 12.
+DIMS_OF_ONE = 64
 
 
 def parts_of_keys(problem: Problem, works: int, result: Any) -> int:
     """How many parts the keys of so many blocks of queries have, for programs to keep all processors busy.
 
-    All parts of a `result` (B, H, Sq, any width) take up to a twenty-fifth of the memory of keys and values, or LEAST_ROOM if that is more. It
-    is 1 for packed sequences, beside a table of distances, whose walk has several ranges, and for a `result` that no single strides walk.
+    All parts of a `result` (B, H, Sq, any width) take up to ROOM_OF_QUERIES, or a twenty-fifth of what keys and values take if that is more.
+    It is 1 for packed sequences, beside a table of distances, whose walk has several ranges, and for a `result` that no single strides walk.
     """
     if problem.ends_q is not None or problem.zero is not None or not isinstance(result, Tensor) or not result.numel():
         return 1
     (len_q, len_k), value = (problem.query.shape[2], problem.key.shape[2]), problem.value
-    room = max(LEAST_ROOM, (problem.key.numel() + value.numel()) * value.element_size() // 25) // (4 * result.numel())
-    fill = PROGRAMS_PER_PROCESSOR * processors(result.device) // works
-    return max(1, min(fill, visible_keys(len_q, len_k, problem.left, problem.right) // KEYS_OF_A_PART, room, MOST_SPLITS))
+    room = max(ROOM_OF_QUERIES, (problem.key.numel() + value.numel()) * value.element_size() // 25) // (4 * result.numel())
+    are_floats, is_even = value.element_size() == 4, problem.left is None and problem.right is None
+    each = 1 if are_floats and is_even and max(problem.query.shape[3], value.shape[3]) > DIMS_OF_ONE else PROGRAMS_PER_PROCESSOR
+    keys = visible_keys(len_q, len_k, problem.left, problem.right) // (KEYS_OF_FLOATS if are_floats else KEYS_OF_A_PART)
+    return max(1, min(each * processors(result.device) // works, keys, room, MOST_SPLITS))
 
 
 @triton.jit

@@ -22,23 +22,19 @@ from ..base.launch import launch
 from ..base.layout import (
     Sequence,
     Span,
-    ends_of,
-    inside,
     load_tile,
-    row_pointers,
     sequence,
-    store_rows,
     store_tile,
     strided,
-    strided_by_head,
     under_head,
 )
 from ..base.overlap import follow
-from ..base.rules import LOG2E, load_bias2, rules_of, scores
-from ..base.softmax import join_sink, rescaling, sink2_of, softmax_finish, softmax_start, softmax_step
+from ..base.rules import load_bias2, rules_of, scores
+from ..base.softmax import sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import FEW_ROWS, Tile, block_dim, launch_options, pick
 from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
+from .merge import MOST_SPLITS, Parts, merge_splits
 
 PROGRAMS_PER_PROCESSOR = 2  # into so many the keys are split: of these all run at once, and end together
 # Under a mask of each batch entry they do not, as these keep more or fewer keys. NVIDIA H200, 2026-11-30, padding, 32 heads on 8 of head dim
@@ -72,9 +68,7 @@ MOST_PROCESSORS = 0.75  # of them, where programs count as many
 BYTES_OF_ONE = 1 << 18  # of keys and values, which a program reads as fast as it would wait for the kernel that merges
 # NVIDIA H200, 2026-11-28: with 28 and not 32, a group of 71 heads over 4096 keys has two splits.
 KEYS_PER_ROW = 28  # of a split, for each row of the group: parts in float32 then take a few hundredths of the memory of keys and values
-MOST_SPLITS = 128  # what the program that merges them holds
 LISTED_BYTES = 64 << 20  # of keys and values, from which on reading them all takes longer than listing the blocks to visit
-MERGED_DIMS = 64  # of values, in a program that merges
 
 
 class Packing(NamedTuple):
@@ -96,18 +90,6 @@ class Packing(NamedTuple):
         rows = min(limits.block_m, max(FEW_ROWS, triton.next_power_of_2(triton.next_power_of_2(len_q) * heads)))
         queries = 1 << ((rows // heads).bit_length() - 1)  # a power of two, as lists of blocks are made for such blocks
         return cls(rows, heads, queries, triton.cdiv(len_q, queries) * tiles * groups)
-
-
-class Parts(NamedTuple):
-    """What parts of the keys hand on, contiguous float32 tensors with the parts on their first axis."""
-
-    acc: Tensor  # (parts, B, H, Sq, Dv), the sums of weighted values
-    sums: Tensor  # (parts, B, H, Sq, 2), the largest score, as an exponent of 2, and the sum of weights
-
-    @classmethod
-    def empty(cls, parts: int, out: Tensor) -> "Parts":
-        """Room for those of results like `out` (B, H, Sq, Dv)."""
-        return cls(*(torch.empty((parts, *out.shape[:3], dims), dtype=torch.float32, device=out.device) for dims in (out.shape[3], 2)))
 
 
 class Plan(NamedTuple):
@@ -251,31 +233,6 @@ def bytes_of_keys(heads: int, len_k: int, dims: int, dtype: torch.dtype) -> int:
     return heads * whole(len_k) * dims * dtype.itemsize
 
 
-def merge_splits(problem: Problem, parts: Parts, sinks: Tensor | None, out: Tensor, lse: Tensor) -> None:
-    """Fill `out` and `lse` from up to MOST_SPLITS parts."""
-    batch, heads, len_q, value_dim = out.shape
-    splits, rows = parts.acc.shape[0], heads * len_q
-    dims = min(MERGED_DIMS, block_dim(value_dim))
-    launch(
-        _merge_splits_kernel,
-        triton.cdiv(value_dim, dims) * len_q * heads * batch,
-        acc=strided(parts.acc.view(splits, batch, rows, value_dim).permute(1, 2, 0, 3), rows),
-        sums=strided(parts.sums.view(splits, batch, rows, 2).permute(1, 2, 0, 3), rows),
-        sinks=strided_by_head(sinks),
-        ends=ends_of(problem),
-        out=strided(out, heads),
-        lse=strided(lse, heads),
-        heads=heads,
-        len_q=len_q,
-        value_dim=value_dim,
-        splits=splits,
-        BLOCK_SPLITS=next(count for count in (4, 16, MOST_SPLITS) if splits <= count),
-        BLOCK_DV=dims,
-        num_warps=4,
-        enable_fp_fusion=False,  # as for delta (base/query_terms.py): lanes that share a sum are to get the same one
-    )
-
-
 def _group(problem: Problem) -> int:
     """How many query heads share keys."""
     return problem.query.shape[1] // problem.key.shape[1]
@@ -299,8 +256,8 @@ def _split_kernel(
 ):  # fmt: skip
     """One program: out and lse of QUERIES queries of HEADS heads of one group, or of a split of the keys that they may attend their sums.
 
-    Row r of the tile is query r // HEADS under head r % HEADS. With `splits`, `out` and `lse` are `acc` and `sums` of :class:`Parts`, which
-    have the splits before the batch entries on their first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then
+    Row r of the tile is query r // HEADS under head r % HEADS. With `splits`, `out` and `lse` are those of :class:`merge.Parts`, which have
+    the splits before the batch entries on their first axis. Grid of one axis: blocks of queries fastest, which read the same keys, then
     splits, tiles of heads, groups, batch entries.
     """
     follow()
@@ -372,37 +329,3 @@ def _scores(
     else:
         s, _ = scores(q_tiles, k_tiles, rules, seq, rows, cols, EDGE=True, KEYS_DOWN=False, PRECISION=PRECISION, bias2=bias2)
     return s
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _merge_splits_kernel(
-    acc, sums, sinks, ends, out, lse, heads, len_q, value_dim, splits, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
-):  # fmt: skip
-    """One program: BLOCK_DV dims of out of one query of one (batch, head), and its lse, from its `splits` parts.
-
-    `acc` and `sums`, those of :class:`Parts`, have heads and queries as one axis, then the splits. Grid of one axis: blocks of dims fastest,
-    then queries, heads, batch entries.
-    """
-    follow()
-    program = tl.program_id(0)
-    blocks = tl.cdiv(value_dim, BLOCK_DV)
-    row = program // blocks
-    of_parts = Sequence(row // (heads * len_q), row % (heads * len_q), 0, 0)
-    seq = sequence(ends, of_parts.batch, of_parts.head // len_q, len_q, 0)
-    each = Span(0, tl.arange(0, BLOCK_SPLITS), splits)
-    one = Span(row % len_q, tl.arange(0, 1), seq.len_q)
-    dims = Span(program % blocks * BLOCK_DV, tl.arange(0, BLOCK_DV), value_dim)
-    pointers = row_pointers(sums, of_parts, each)  # [BLOCK_SPLITS]
-    part_max = tl.load(pointers, mask=inside(each), other=float("-inf"))
-    largest = tl.max(part_max, 0)
-    factors = rescaling(part_max, largest, 1.0)
-    total = tl.sum(factors * tl.load(pointers + 1, mask=inside(each), other=0.0), 0)
-    if sinks is not None:
-        alpha, largest, total = join_sink(sink2_of(sinks, seq), largest, total)
-        factors *= alpha
-    divisor = tl.where(total == 0.0, 1.0, total)
-    merged = tl.sum(factors[:, None] * load_tile(acc, of_parts, each, dims), 0) / divisor
-    store_tile(out, seq, one, dims, merged[None, :])
-    if program % blocks == 0:
-        lse_row = tl.where(total == 0.0, float("-inf"), (largest + tl.log2(divisor)) / LOG2E)
-        store_rows(lse, seq, one, tl.full([1], 0.0, tl.float32) + lse_row)
