@@ -244,11 +244,12 @@ def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
     from .kernels.hopper.backward_sizes import query_sizes
     from .kernels.hopper.copies import forward_dims
     from .kernels.hopper.forward_sizes import sizes_of
-    from .kernels.hopper.walk import parts_of_keys
+    from .kernels.hopper.walk import OF_OUT, OF_QUERIES, parts_of_keys
 
     forward = kernel == "Hopper"
     consumers = (sizes_of(problem, *forward_dims(problem), loaded=row != kernel) if forward else query_sizes(problem)).consumers
-    parts = parts_of_keys(problem, works * -(-len_q // (64 * consumers)), out if forward else d_query)
+    result, merging = (out, OF_OUT) if forward else (d_query, OF_QUERIES)
+    parts = parts_of_keys(problem, works * -(-len_q // (64 * consumers)), result, merging)
     return parts * (of_out if forward else of_query) if parts > 1 else 0
 
 

@@ -7,14 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...problem import Problem
 from .launch import launch
 from .layout import Sequence, Span, load_tile, store_tile, strided
 from .overlap import follow
 
 LEAST_ROOM = 4 << 20  # bytes that all parts of dK and dV may take, be keys and values as few as they may
-# The same of out or dQ, where blocks of queries are fewer than processors. NVIDIA H200, 2026-11-30: (1, 1, 2048 x 20000, 128) in 4 and 8 parts
-# forward 0.068 and 0.049 ms, backward 0.172 and 0.144 (docs/history.md).
-ROOM_OF_QUERIES = 16 << 20
+ROOM_OF_QUERIES = 16 << 20  # the same of out or dQ, where blocks of queries are fewer than processors
+PART_OF_KEYS = 25  # or of what keys and values take, one of so many parts
 ROWS, COLS = 8, 64  # of a program's tile: small, as results in many parts are small
 
 
@@ -22,6 +22,12 @@ def even_parts(count: int, most: int) -> int:
     """Into how many parts, at most `most`, so many members are split so that none is empty."""
     parts = max(1, min(count, most))
     return triton.cdiv(count, triton.cdiv(count, parts)) if count else 1
+
+
+def room_of_queries(problem: Problem, result: Tensor) -> int:
+    """For how many parts of out or dQ there is room."""
+    room = max(ROOM_OF_QUERIES, sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) // PART_OF_KEYS)
+    return room // max(4 * result.numel(), 1)
 
 
 def empty_parts(result: Tensor, count: int) -> Tensor:

@@ -66,6 +66,7 @@ from .forward_tile import (
 from .loaded_pairs import are_words, prefetch_bias
 from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
+    OF_OUT,
     ahead_of,
     allocate_numbers,
     copy_blocks,
@@ -110,7 +111,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     consumers, keys, stages, programs_each = sizes_of(problem, dim, dim_v, loaded)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(rules, spread_table(problem), heads)
-    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out, programs_each)
+    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out, programs_each, OF_OUT)
     parts = None
     if lengths.parts is not None:
         parts = Parts.empty(lengths.parts, out)

@@ -53,6 +53,7 @@ from .loaded_pairs import prefetch_bias
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
 from .registers import lane_sums, rounded_pairs, store_tile, store_vector, sums_of_lanes
 from .walk import (
+    OF_QUERIES,
     ahead_of,
     allocate_numbers,
     copy_blocks,
@@ -142,7 +143,7 @@ def query_gradients(
     consumers, block_n, stages, programs_each = query_sizes(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, block_n)
     rules = with_spread_table(rules, table, heads)
-    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, d_query, programs_each)
+    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, d_query, programs_each, OF_QUERIES)
     parts, d_q = lengths.parts, d_query
     if parts is not None:
         d_q = torch.empty((parts, *d_query.shape), dtype=torch.float32, device=d_query.device)

@@ -17,24 +17,34 @@ from ..base.bias_columns import COLUMNS
 from ..base.device import processors
 from ..base.layout import Span, Strided, copied_entry, sequence
 from ..base.packed_blocks import count_blocks, packed_blocks
-from ..base.parts import ROOM_OF_QUERIES
+from ..base.parts import room_of_queries
 from ..base.place import place_work
 from ..base.rules import Rules, rules_of
+from ..base.tiles import block_dim
 from ..base.window import own_keys
 from ..portable.merge import MOST_SPLITS
-from ..portable.split_keys import KEYS_PER_ROW, visible_keys
+from ..portable.split_keys import visible_keys
 from ..visits.intervals import described_keys
 from ..visits.lists import room, visited_block, visits
 from ..visits.walk import key_lists, key_range
 from .bias_columns import tiled_columns
 from .copies import PANEL, copied_dims, copy, place_of_keys, tiled_vectors
 
-# NVIDIA H100, 2026-11-25: 512 queries over 50176 keys in 2 parts instead of 1, forward 0.492 to 0.303 ms, of which 0.024 merges the parts.
-KEYS_OF_A_PART = 2048  # at least: 16 tiles, which take about as long as merging
-# The same where all parts together take ROOM_OF_QUERIES at most. NVIDIA H200, 2026-11-28: (1, 12 on 4, 100 x 8192, 128) in 6 parts forward
-# 0.088 to 0.032 ms, backward 0.146 to 0.068; (1, 8, 128 x 2048, 64) 0.0197 to 0.0148 and 0.0285 to 0.0247.
-KEYS_OF_A_SMALL_PART = 256
+KEYS_OF_A_PART = 256  # at least
 KEYS_TOGETHER = 16  # keys of the blocks that a tile is made of under a dynamic mask: smaller ones waste less, and take longer to copy
+
+
+class Merging(NamedTuple):
+    """What it takes to put parts of keys together, in the keys of head dim 128 that a program walks in that time."""
+
+    least: int
+    of_mib: int  # more for each MiB of all parts
+
+
+# NVIDIA H200, 2026-11-30, forward and dQ, unsplit and in parts: (1, 4, 2048², 128) 0.030 and 0.033 ms, 0.039 and 0.034 in 2; (1, 1, 4096², 128)
+# 0.047 and 0.028, 0.065 and 0.032 in 4; (1, 4, 1024², 192) 0.026 and 0.027, 0.045 and 0.032 in 4; (1, 5, 1500², 80) 0.023 and 0.028, 0.031 and
+# 0.028 in 2; (1, 4, 300 x 8192, 64) 0.089 and 0.026, 0.067 and 0.022 in 8 (docs/history.md).
+OF_OUT, OF_QUERIES = Merging(700, 96), Merging(300, 48)
 
 
 class Lengths(NamedTuple):
@@ -78,8 +88,8 @@ def even_work(problem: Problem) -> bool:
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
-def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: Any, programs_each: int) -> tuple[Lengths, int]:
-    """(lengths, programs that take the blocks of queries) of a pass that writes `result`.
+def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: Any, programs_each: int, merging: Merging) -> tuple[Lengths, int]:
+    """(lengths, programs that take the blocks of queries) of a pass that writes `result`, whose parts are put together by `merging`.
 
     `packed` is the list of blocks of packed sequences, and a processor has room for `programs_each`.
     """
@@ -87,27 +97,27 @@ def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: An
     works, most = count_blocks(problem, packed, block_m) * heads, programs_each * processors(problem.query.device)
     draws = works > most and not even_work(problem)
     drawn = torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
-    parts = parts_of_keys(problem, works, result)
+    parts = parts_of_keys(problem, works, result, merging)
     if parts == 1:
         return Lengths(works, heads, heads // kv_heads, len_q, len_k, drawn, None), min(works, most)
     return Lengths(parts * works, heads, heads // kv_heads, len_q, len_k, drawn, parts), parts * works
 
 
-def parts_of_keys(problem: Problem, works: int, result: Any) -> int:
+def parts_of_keys(problem: Problem, works: int, result: Any, merging: Merging) -> int:
     """Into how many parts the keys of so many blocks of queries are split, for programs to keep all processors busy.
 
-    It is 1 where keys have lists, where a table has sums at its ends, which a part would not add to those of others, and for a `result` that no
-    single strides walk.
+    As many as save more than `merging` them takes, and have room (`parts.room_of_queries`). It is 1 where keys have lists, where a table has
+    sums at its ends, which a part would not add to those of others, and for a `result` that no single strides walk.
     """
     has_lists = problem.is_masked or problem.first is not None or problem.ends_q is not None
     if has_lists or problem.zero is not None or not isinstance(result, Tensor) or not 0 < 2 * works <= processors(problem.query.device):
         return 1
-    (heads, len_q, head_dim), (kv_heads, len_k, value_dim) = problem.query.shape[1:], problem.value.shape[1:]
-    rows = len_q * heads // kv_heads * 2 * result.shape[3]  # of a result, for a row of the mean width of keys and values
-    least = max(KEYS_OF_A_PART, KEYS_PER_ROW * rows // (head_dim + value_dim))
-    keys = visible_keys(len_q, len_k, problem.left, problem.right)
-    few = min(keys // KEYS_OF_A_SMALL_PART, ROOM_OF_QUERIES // max(4 * result.numel(), 1))
-    return max(1, min(MOST_SPLITS, processors(problem.query.device) // works, max(keys // least, few)))
+    (len_q, head_dim), (len_k, value_dim) = problem.query.shape[2:], problem.value.shape[2:]
+    keys, dim = visible_keys(len_q, len_k, problem.left, problem.right), block_dim(max(head_dim, value_dim))
+    parts = min(MOST_SPLITS, processors(problem.query.device) // works, keys // KEYS_OF_A_PART, room_of_queries(problem, result))
+    while parts > 1 and (keys - keys // parts) * dim // 128 < merging.least + merging.of_mib * 4 * parts * result.numel() // (1 << 20):
+        parts -= 1
+    return max(parts, 1)
 
 
 def key_walk(problem: Problem, block_m: int, block_n: int) -> tuple[Rules, TensorDescriptor | None, TensorDescriptor | None, int]:

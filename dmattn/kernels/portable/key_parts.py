@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..base.device import processors
-from ..base.parts import ROOM_OF_QUERIES
+from ..base.parts import room_of_queries
 from .merge import MOST_SPLITS
 from .split_keys import visible_keys
 
@@ -27,17 +27,16 @@ DIMS_OF_ONE = 64
 def parts_of_keys(problem: Problem, works: int, result: Any) -> int:
     """How many parts the keys of so many blocks of queries have, for programs to keep all processors busy.
 
-    All parts of a `result` (B, H, Sq, any width) take up to ROOM_OF_QUERIES, or a twenty-fifth of what keys and values take if that is more.
-    It is 1 for packed sequences, beside a table of distances, whose walk has several ranges, and for a `result` that no single strides walk.
+    There is room for them (`parts.room_of_queries`) of a `result` (B, H, Sq, any width). It is 1 for packed sequences, beside a table of
+    distances, whose walk has several ranges, and for a `result` that no single strides walk.
     """
     if problem.ends_q is not None or problem.zero is not None or not isinstance(result, Tensor) or not result.numel():
         return 1
     (len_q, len_k), value = (problem.query.shape[2], problem.key.shape[2]), problem.value
-    room = max(ROOM_OF_QUERIES, (problem.key.numel() + value.numel()) * value.element_size() // 25) // (4 * result.numel())
     are_floats, is_even = value.element_size() == 4, problem.left is None and problem.right is None
     each = 1 if are_floats and is_even and max(problem.query.shape[3], value.shape[3]) > DIMS_OF_ONE else PROGRAMS_PER_PROCESSOR
     keys = visible_keys(len_q, len_k, problem.left, problem.right) // (KEYS_OF_FLOATS if are_floats else KEYS_OF_A_PART)
-    return max(1, min(each * processors(result.device) // works, keys, room, MOST_SPLITS))
+    return max(1, min(each * processors(result.device) // works, keys, room_of_queries(problem, result), MOST_SPLITS))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from ..base.tiles import block_dim
 
 MOST_SPLITS = 128  # what a program holds
 DIMS = 64  # of values, in a program
-ROWS = {4: 8, 16: 2, MOST_SPLITS: 1}  # queries of a program by the most splits, where there are many
+ROWS = {4: 8, 8: 8, 16: 4, MOST_SPLITS: 1}  # queries of a program by the most splits, where there are many
 MANY = 8  # programs of one query for each processor
 # NVIDIA H200, 2026-11-30: two parts of 8192 queries of 128 dims took 0.02 ms by programs of one query (docs/history.md).
 

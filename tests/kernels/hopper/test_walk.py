@@ -24,12 +24,13 @@ from dmattn.kernels.base.device import device_family
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.hopper import forward, query_grad, walk
 from dmattn.kernels.hopper.walk import parts_of_keys
+from dmattn.kernels.portable import merge
 
 
-def parts(case: Case, works: int) -> int:
+def parts(case: Case, works: int, merging: walk.Merging = walk.OF_OUT) -> int:
     problem = meta(case, torch.bfloat16)
     (problem,) = flattened(problem)
-    return parts_of_keys(problem, works, problem.query)
+    return parts_of_keys(problem, works, problem.query, merging)
 
 
 def test_keys_are_split_for_as_many_programs_as_there_are_processors() -> None:
@@ -39,6 +40,22 @@ def test_keys_are_split_for_as_many_programs_as_there_are_processors() -> None:
     assert parts(Case("small", 100, 2101, batch=1, heads=4, kv_heads=2, head_dim=64), 4) == 8
     assert parts(Case("small results", 100, 8192, batch=1, heads=12, kv_heads=4, head_dim=128), 12) == 11
     assert parts(Case("large results", 512, 2000, batch=4, heads=16, kv_heads=1, head_dim=128), 64) == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "works", "of_out", "of_queries"),
+    [
+        (Case("1024", 1024, heads=8, batch=1, head_dim=128), 64, 1, 1),
+        (Case("2048", 2048, heads=4, batch=1, head_dim=128), 64, 1, 2),
+        (Case("4096", 4096, heads=1, batch=1, head_dim=128), 32, 4, 4),
+        (Case("wide", 1024, heads=4, batch=1, head_dim=192), 32, 1, 4),
+        (Case("narrow", 300, 8192, heads=4, batch=1, head_dim=64), 12, 11, 11),
+        (Case("dims of 72", 2000, heads=3, batch=1, head_dim=72), 48, 1, 2),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_parts_save_more_than_putting_them_together_takes(case: Case, works: int, of_out: int, of_queries: int) -> None:
+    assert (parts(case, works), parts(case, works, walk.OF_QUERIES)) == (of_out, of_queries)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +91,11 @@ def split(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
     """The numbers of parts of each pass by Hopper's kernels, however few keys these have. Parts that nobody writes are NaN."""
     numbers: dict[str, list[int]] = {"forward": [], "query_grad": []}
     monkeypatch.setattr(walk, "KEYS_OF_A_PART", 1)
-    monkeypatch.setattr(walk, "KEYS_PER_ROW", 0)
-    monkeypatch.setattr(walk, "ROOM_OF_QUERIES", 0)
+    monkeypatch.setattr(walk, "room_of_queries", lambda *of: 1 << 20)
+    for module, name in ((forward, "OF_OUT"), (query_grad, "OF_QUERIES")):
+        monkeypatch.setattr(module, name, walk.Merging(-(1 << 20), 0))
+    empty = merge.Parts.empty
+    monkeypatch.setattr(merge.Parts, "empty", lambda *of: merge.Parts(*(x.fill_(float("nan")) for x in empty(*of))))
     unwritten = SimpleNamespace(**{**vars(torch), "empty": lambda *shape, **of: torch.full(*shape, float("nan"), **of)})
     for module in (forward, query_grad):
         own = numbers[module.__name__.rpartition(".")[2]]
