@@ -190,7 +190,7 @@ def resident_backward(traits: Traits) -> Iterator[str | None]:
     if traits.len_q > hopper_resident.MOST_KEYS:
         yield f"serves up to {hopper_resident.MOST_KEYS} queries, not {traits.len_q}"
     yield grouped(traits)
-    if traits.len_k == _KEYS_OF_TWO_TILES and traits.members >= _MANY_MEMBERS:
+    if traits.bias is not None and traits.len_k == _KEYS_OF_TWO_TILES and traits.members >= _MANY_MEMBERS:
         yield f'leaves {traits.len_k} keys of {_MANY_MEMBERS} (batch, head) and more that share a bias to "Hopper, one pass"'
     yield _resident(traits, 64, "d_out", "d_query")
 

@@ -346,6 +346,11 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper, pairs loaded", dict(uncopyable=(("key", "rows of key"), *UNCOPYABLE["uncopyable"])), "rows of key"),
     ("forward: Hopper, pairs loaded", dict(features=INTERVALS | SHARED["features"]), "does not serve an IntervalMask"),
     ("forward: Hopper, bias on chip", dict(features=frozenset(), bias=None), "is for a bias (..., Sq, Sk), and there is none"),
+    (
+        "backward: Hopper, bias on chip: d_query, d_bias",
+        dict(features=frozenset(), bias=None, len_q=256, len_k=256),
+        "is for a bias (..., Sq, Sk), and there is none",
+    ),
     ("forward: Hopper, bias on chip", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("backward: Hopper, bias on chip: d_key, d_value", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
