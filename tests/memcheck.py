@@ -56,6 +56,8 @@ CASES = (
     Case("few-queries-in-parts-padding", 5, 2999, heads=2, head_dim=72, mask="b11k", keep="padding"),
     Case("few-queries-in-parts-dense-bias-causal", 60, 1201, heads=2, head_dim=20, bias="bhqk", causal=True),
     Case("decoding-groups-few-keys", 3, 77, batch=5, heads=8, kv_heads=2, head_dim=64, mask="b11k", keep="padding", bias="bg1k"),
+    Case("few-heads-in-parts", 300, 1501, heads=1, batch=2, head_dim=72, sinks="random"),
+    Case("few-heads-in-parts-mask-large-head", 290, 700, heads=2, batch=1, head_dim=200, mask="1hqk", keep="random-empty-rows"),
     Case("hopper-few-parts-of-keys", 100, 2101, batch=1, heads=4, kv_heads=2, head_dim=64),
     Case("hopper-parts-of-keys-causal-odd-dims", 130, 9001, batch=1, heads=33, head_dim=72, causal=True, transposed=True),
     Case("hopper-rows-of-144-bytes", 201, heads=2, head_dim=72, bias="1hqk", transposed=True),

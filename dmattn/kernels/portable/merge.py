@@ -85,7 +85,8 @@ def _merge_splits_kernel(
     dims = Span(program % blocks_d * BLOCK_DV, tl.arange(0, BLOCK_DV), value_dim)
     first = Sequence(batch, head, len_q, 0)  # in the first part
     split = tl.arange(0, BLOCK_SPLITS).to(tl.int64)
-    places = split[:, None] * entries * sums.batch + (row + rows.index[None, :]) * sums.row  # [BLOCK_SPLITS, BLOCK_M]
+    queries = (row + rows.index).to(tl.int64)
+    places = split[:, None] * entries * sums.batch + queries[None, :] * sums.row  # [BLOCK_SPLITS, BLOCK_M]
     there = (split < splits)[:, None] & inside(rows)[None, :]
     pointers = slice_pointer(sums, first) + places
     part_max = tl.load(pointers, mask=there, other=float("-inf"))
@@ -96,7 +97,7 @@ def _merge_splits_kernel(
         alpha, largest, total = join_sink(sink2_of(sinks, seq), largest, total)
         factors *= alpha[None, :]
     divisor = tl.where(total == 0.0, 1.0, total)
-    places = split[:, None] * entries * acc.batch + (row + rows.index[None, :]) * acc.row
+    places = split[:, None] * entries * acc.batch + queries[None, :] * acc.row
     pointers = slice_pointer(acc, first) + places[:, :, None] + (dims.start + dims.index)[None, None, :]
     tile = tl.load(pointers, mask=there[:, :, None] & inside(dims)[None, None, :], other=0.0)  # [BLOCK_SPLITS, BLOCK_M, BLOCK_DV]
     store_tile(out, seq, rows, dims, tl.sum(factors[:, :, None] * tile, 0) / divisor[:, None])
