@@ -231,13 +231,13 @@ def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
         return splits * of_out if splits > 1 or problem.ends_q is not None else 0
     if kernel == "portable" or kernel.startswith("portable: d_query"):
         from .kernels.base.tiles import pick
-        from .kernels.portable.key_parts import parts_of_keys as parts_of_portable
+        from .kernels.portable import key_parts
 
-        result = out if kernel == "portable" else d_query
+        result, count = (out, key_parts.parts_of_out) if kernel == "portable" else (d_query, key_parts.parts_of_queries)
         if problem.ends_q is not None or result is None:
             return 0
         tile = pick("forward" if kernel == "portable" else "queries of d_bias" if kernel.endswith("of d_bias") else "queries", problem)
-        parts = parts_of_portable(problem, works * -(-len_q // tile.block_m), result)
+        parts = count(problem, works * -(-len_q // tile.block_m), result)
         return parts * (of_out if kernel == "portable" else of_query) if parts > 1 else 0
     if kernel not in ("Hopper", "Hopper: d_query"):
         return 0

@@ -282,11 +282,11 @@ BACKWARD = (
         "Hopper, bias on chip: d_query, d_bias",
         OF_QUERIES_AND_SHARED,
         PAIR_BIAS | EVERY,
-        hopper_plans.resident_backward,
+        plans.resident_backward,
         borrows=frozenset({D_KEY, D_VALUE}),
         **ON_HOPPER,
     ),
-    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | EVERY, hopper_plans.resident_backward, **ON_HOPPER),
+    Row("Hopper, bias on chip: d_key, d_value", KEYS_AND_VALUES, PAIR_BIAS | EVERY, plans.resident_backward, **ON_HOPPER),
     ONE_PASS,
     _loading(ONE_PASS),
     Row(

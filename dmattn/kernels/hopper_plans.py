@@ -25,9 +25,6 @@ _UNBIASED = "is for a bias (..., Sq, Sk), and there is none"
 _OF_NARROW = "with head dims of 64"
 _MANY_KEYS = 257  # from which Hopper's kernel for d_query is the faster one for narrow heads
 _PADDED_KEYS = 640  # likewise for the gradient of a shared bias, beside a mask of keys
-# NVIDIA H200, 2026-11-30, backward, and in one pass: 8 heads of 1024 batch entries of 256 queries and keys 1.24 and 1.07 ms, 4 heads of 256
-# entries 0.164 and 0.160; 8 heads of 256 of 224 keys 0.307 and 0.301, of 512 of 200 keys 0.567 and 0.575 (docs/history.md).
-_KEYS_OF_TWO_TILES, _MANY_MEMBERS = 256, 512
 LEAST_SOFTCAP = 2.0**-40  # leaves room for the scale over it
 _OF_PRODUCTS = frozenset({"bias of keys", "bias of distances"})
 FEW_QUERIES = 64  # of which Hopper's kernels make one block: up to so many the portable kernels are no slower
@@ -166,8 +163,6 @@ def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]
         yield "is for a bias that batch entries share"
     if traits.len_k > most:
         yield f"serves up to {most} keys, not {traits.len_k}"
-    if traits.len_k <= hopper_resident.KEYS.value:
-        yield f"is for more than {hopper_resident.KEYS.value} keys, one tile, not {traits.len_k}: to wait for each row takes longer"
     yield on_hopper(traits, (16, hopper_resident.DIM), *copied, loads_pairs=True)
     if bias.dtype != traits.dtype:
         yield f"serves a bias in query's {word(traits.dtype)}, not {word(bias.dtype)}"
@@ -178,10 +173,12 @@ def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]
         yield f"is for at least {fewest * traits.processors} blocks of {height} queries, over batch and heads, not {walked}"
 
 
-def resident_forward(traits: Traits) -> str | None:
-    """As `_resident`, for programs of one block of queries for each consumer."""
-    consumers = consumers_of(traits.len_q, hopper_resident.DIM)
-    return _resident(traits, hopper_resident_forward.BLOCK_M.value * consumers, "out")
+@joined
+def resident_forward(traits: Traits) -> Iterator[str | None]:
+    """As `_resident`, for programs of one block of queries for each consumer, and for more than one tile of keys."""
+    if traits.bias is not None and traits.len_k <= hopper_resident.KEYS.value:
+        yield f"is for more than {hopper_resident.KEYS.value} keys, one tile, not {traits.len_k}: to wait for each row takes longer"
+    yield _resident(traits, hopper_resident_forward.BLOCK_M.value * consumers_of(traits.len_q, hopper_resident.DIM), "out")
 
 
 @joined
@@ -190,8 +187,6 @@ def resident_backward(traits: Traits) -> Iterator[str | None]:
     if traits.len_q > hopper_resident.MOST_KEYS:
         yield f"serves up to {hopper_resident.MOST_KEYS} queries, not {traits.len_q}"
     yield grouped(traits)
-    if traits.bias is not None and traits.len_k == _KEYS_OF_TWO_TILES and traits.members >= _MANY_MEMBERS:
-        yield f'leaves {traits.len_k} keys of {_MANY_MEMBERS} (batch, head) and more that share a bias to "Hopper, one pass"'
     yield _resident(traits, 64, "d_out", "d_query")
 
 

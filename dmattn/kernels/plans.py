@@ -18,15 +18,19 @@ from .base.tiles import FEW_ROWS, Tile, block_dim
 from .features import EVERY, MASKS, PACKED, PAIR_BIAS, WINDOW
 from .hopper.backward_sizes import one_pass_sizes
 from .hopper.copies import NARROWEST
+from .hopper.resident import bias as hopper_resident
 from .portable import rows as portable_rows
 from .portable import split_keys as portable_split_keys
 from .portable import stored_scores
 from .reasons import dims_of, grouped, joined, without_tile, word
-from .traits import D_BIAS_OF_PAIRS, D_BIAS_SHARED, Traits
+from .traits import D_BIAS_OF_PAIRS, D_BIAS_SHARED, D_KEY, D_QUERY, D_VALUE, Traits
 
 _KEYS_WITHOUT_LISTS = 256  # under a mask, up to which few queries read all keys
 STORED_KEYS, STORED_PROGRAMS = 64, 3  # keys of a program that stores dS, and programs for each processor of a part of the batch
 UNSPLIT_64, UNSPLIT = 4, 3  # programs of few queries of the kernel that splits no keys, at once on a processor of sm_90, to head dim 64 and 128
+# NVIDIA H200, 2026-11-30, backward with a bias on chip and in one pass: 8 heads of 512 batch entries of 128 queries and keys 0.283 and 0.202
+# ms, of 1024 of 256 1.24 and 1.07; 4 heads of 256 of 256 0.164 and 0.160; over 200 to 384 keys within 3 % or slower so (docs/history.md).
+KEYS_OF_TWO_TILES, MANY_MEMBERS = 256, 512
 LEAST_FILL = 0.8  # of the processors in all rounds, by (batch, head) that are one program each
 
 
@@ -224,3 +228,14 @@ def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         yield 'leaves head dims to 16 beside a mask (..., 1, Sk) to "whole rows", which is faster'
     copied = (*(("d_bias",) if stores else ()), *(() if loads_pairs else ("mask",)))
     yield hopper_plans.on_hopper(traits, (16, 32, 64), "d_out", *copied, loads_pairs=loads_pairs)
+
+
+@joined
+def resident_backward(traits: Traits) -> Iterator[str | None]:
+    """With a bias on chip, but for rows of one tile of keys, or of two whole ones where many share the bias, of which one pass makes all."""
+    yield hopper_plans.resident_backward(traits)
+    if traits.bias is None or not traits.wanted >= {D_QUERY, D_KEY, D_VALUE}:
+        return
+    is_short = traits.len_k <= hopper_resident.KEYS.value or (traits.len_k == KEYS_OF_TWO_TILES and traits.members >= MANY_MEMBERS)
+    if is_short and None in (one_pass(traits), one_pass(traits, loads_pairs=True)):
+        yield f'leaves {traits.len_k} keys of {traits.members} (batch, head) that share a bias to "Hopper, one pass", which is faster'

@@ -365,8 +365,13 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(len_q=385), "serves up to 384 queries, not 385"),
     (
         "backward: Hopper, bias on chip: d_query, d_bias",
-        dict(batch=512, len_q=256, len_k=256),
-        'leaves 256 keys of 512 (batch, head) and more that share a bias to "Hopper, one pass"',
+        dict(batch=512, wanted=ONE_PASS.wanted),
+        'leaves 256 keys of 512 (batch, head) that share a bias to "Hopper, one pass", which is faster',
+    ),
+    (
+        "backward: Hopper, bias on chip: d_key, d_value",
+        dict(len_k=100, wanted=ONE_PASS.wanted),
+        'leaves 100 keys of 300 (batch, head) that share a bias to "Hopper, one pass", which is faster',
     ),
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(kv_heads=2), "needs as many heads of keys as of queries, not 2 for 4"),
     ("backward: Hopper, bias on chip: d_key, d_value", dict(uncopyable=(("d_query", "rows of d_query"),)), "rows of d_query"),
@@ -706,3 +711,11 @@ def test_a_field_that_no_row_names_refuses_every_row() -> None:
         dispatch.choose_forward(traits)
     with pytest.raises(NotImplementedError, match="portable: d_key, d_value does not serve slopes"):
         dispatch.choose_backward(traits._replace(wanted=frozenset({D_KEY})))
+
+
+@pytest.mark.parametrize("change", [dict(batch=512), dict(len_k=100), dict(len_q=384, len_k=128, batch=44)], ids=str)
+def test_a_bias_stays_on_chip_where_one_pass_makes_nothing(change: dict) -> None:
+    """As not all gradients are wanted, or (batch, head) fill no whole rounds."""
+    row = next(row for row in dispatch.BACKWARD if row.name == "Hopper, bias on chip: d_query, d_bias")
+    wanted = [frozenset({D_QUERY, D_BIAS_SHARED}), frozenset({D_KEY, D_VALUE})] if change.get("batch") != 44 else [ONE_PASS.wanted]
+    assert all(row.plan(BACKWARD_SERVED[row.name]._replace(**change, wanted=each)) is None for each in wanted)

@@ -19,7 +19,7 @@ from ..base.rules import rules_of, scores
 from ..base.softmax import sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import launch_options, pick
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
-from .key_parts import parts_of_keys, steps_of_part
+from .key_parts import parts_of_out, steps_of_part
 from .merge import Parts, merge_splits
 
 
@@ -29,7 +29,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     tile = pick("forward", problem)
     blocks = packed_blocks(problem, tile.block_m)
     works = count_blocks(problem, blocks, tile.block_m) * heads
-    count, parts = parts_of_keys(problem, works, out), None
+    count, parts = parts_of_out(problem, works, out), None
     if count > 1:
         parts = Parts.empty(count, out)
         problem = problem._replace(sinks=None)  # which join the sum of all parts
@@ -40,7 +40,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         out=strided(out if parts is None else parts.acc.flatten(0, 1), heads),
         lse=strided(lse if parts is None else parts.sums.flatten(0, 1), heads),
         parts=None if parts is None else count,
-        **launch_options(problem, tile, out if parts is None else parts.acc),
+        **launch_options(problem, tile, out if parts is None else parts.acc.flatten(0, 1)),
     )
     if parts is not None:
         merge_splits(problem, parts, sinks, out, lse)

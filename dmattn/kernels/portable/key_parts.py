@@ -16,27 +16,41 @@ from ..base.parts import room_of_queries
 from .merge import MOST_SPLITS
 from .split_keys import visible_keys
 
-# At least, which take as long to walk as putting parts together. Products of float32 take longer: NVIDIA H200, 2026-11-30, 8 heads of 512
-# queries and keys of 64 dims forward 0.035 and 0.028 ms in 2 and 4 parts, 4 of 700 of 128 dims 0.072 and 0.046 (docs/history.md).
-KEYS_OF_A_PART, KEYS_OF_FLOATS = 256, 128
+KEYS_OF_A_PART = 256  # at least: adding parts takes as long as walking about so many
 PROGRAMS_PER_PROCESSOR = 2
-# Of float32 with more dims, unless blocks of queries see more keys or fewer: (1, 1, 2048 x 20000, 128) 0.365 ms in 8 parts, 0.472 in 12.
-DIMS_OF_ONE = 64
+# NVIDIA H200, 2026-11-30, forward in float32: 8 heads of 512 queries and keys of 64 dims 0.035 and 0.028 ms in 2 and 4 parts, 4 of 700 of 128
+# dims 0.072 and 0.046. (1, 1, 2048 x 20000, 128) took 0.365 in 8 parts, one program a processor, 0.472 in 12 (docs/history.md).
+KEYS_OF_OUT = 128
+DIMS_OF_TWO = 64  # to which two programs of float32 share a processor, or with any dims where blocks of queries see more keys or fewer
 
 
-def parts_of_keys(problem: Problem, works: int, result: Any) -> int:
-    """How many parts the keys of so many blocks of queries have, for programs to keep all processors busy.
+def parts_of_out(problem: Problem, works: int, out: Any) -> int:
+    """How many parts the keys of so many blocks of queries have in the forward pass, for programs to keep all processors busy.
 
-    There is room for them (`parts.room_of_queries`) of a `result` (B, H, Sq, any width). It is 1 for packed sequences, beside a table of
-    distances, whose walk has several ranges, and for a `result` that no single strides walk.
+    Those of float32 alone, as parts of 16 bits are not timed.
+    """
+    is_even = problem.left is None and problem.right is None
+    is_wide = max(problem.query.shape[3], problem.value.shape[3]) > DIMS_OF_TWO
+    each = 1 if is_even and is_wide else PROGRAMS_PER_PROCESSOR
+    return _parts(problem, works, out, KEYS_OF_OUT, each) if problem.query.element_size() == 4 else 1
+
+
+def parts_of_queries(problem: Problem, works: int, d_query: Any) -> int:
+    """How many they have for dQ."""
+    return _parts(problem, works, d_query, KEYS_OF_A_PART, PROGRAMS_PER_PROCESSOR)
+
+
+def _parts(problem: Problem, works: int, result: Any, least: int, programs_each: int) -> int:
+    """As many as have so many keys each, and room (`parts.room_of_queries`), of a `result` (B, H, Sq, any width).
+
+    It is 1 for packed sequences, beside a table of distances, as the walk for dQ has several ranges there, and for a `result` that no single
+    strides walk.
     """
     if problem.ends_q is not None or problem.zero is not None or not isinstance(result, Tensor) or not result.numel():
         return 1
-    (len_q, len_k), value = (problem.query.shape[2], problem.key.shape[2]), problem.value
-    are_floats, is_even = value.element_size() == 4, problem.left is None and problem.right is None
-    each = 1 if are_floats and is_even and max(problem.query.shape[3], value.shape[3]) > DIMS_OF_ONE else PROGRAMS_PER_PROCESSOR
-    keys = visible_keys(len_q, len_k, problem.left, problem.right) // (KEYS_OF_FLOATS if are_floats else KEYS_OF_A_PART)
-    return max(1, min(each * processors(result.device) // works, keys, room_of_queries(problem, result), MOST_SPLITS))
+    keys = visible_keys(problem.query.shape[2], problem.key.shape[2], problem.left, problem.right)
+    fill = programs_each * processors(result.device) // works
+    return max(1, min(fill, keys // least, room_of_queries(problem, result), MOST_SPLITS))
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from ..base.softmax import divisor2, score_gradient
 from ..base.tiles import launch_options, pick
 from ..base.window import next_step
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
-from .key_parts import parts_of_keys, steps_of_part
+from .key_parts import parts_of_queries, steps_of_part
 
 
 def query_gradients(
@@ -39,7 +39,7 @@ def query_gradients(
     tile = pick("queries of d_bias" if holds_ds else "queries", problem)
     blocks = packed_blocks(problem, tile.block_m)
     works = count_blocks(problem, blocks, tile.block_m) * heads
-    count = 1 if end_sums is not None else parts_of_keys(problem, works, d_query)
+    count = 1 if end_sums is not None else parts_of_queries(problem, works, d_query)
     d_q = d_query if count == 1 else empty_parts(d_query, count)
     lists = key_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.ends_q is not None) and not holds_ds:

@@ -144,7 +144,7 @@ def plan_of(problem: Problem) -> Plan:
     fill = (PROGRAMS_UNDER_A_MASK if uneven else PROGRAMS_PER_PROCESSOR) * count // packing.programs
     if is_wide(problem.query.dtype, problem.key.shape[3], problem.value.shape[3]):
         fill = max(fill, SPLITS_OF_WIDE)
-    elif not uneven and packing.rows == FEW_ROWS and device_family(problem.query.device) == "sm_90" and problem.key.element_size() == 2:
+    elif not uneven and packing.rows == FEW_ROWS and _is_timed(limits, problem):
         fill = _fullest(fill, packing.programs / count)
     read = visible * (problem.key.shape[3] + problem.value.shape[3]) * problem.key.element_size()
     if packing.programs >= MOST_PROCESSORS * count and read <= BYTES_OF_ONE and not differs:
@@ -152,8 +152,14 @@ def plan_of(problem: Problem) -> Plan:
     work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * problem.value.shape[3], problem.is_masked)
     splits, tile = work.worthwhile(max(1, min(fill, work.most))), limits._replace(block_m=packing.rows)
     if packing.rows == FEW_ROWS and not differs and packing.programs > PROGRAMS_PER_PROCESSOR * count:
-        tile = _lighter(tile, packing.programs / count, problem) if limits == pick("split keys", problem, is_frozen=True) else tile
+        tile = _lighter(tile, packing.programs / count, problem) if _is_timed(limits, problem) else tile
     return Plan(tile, packing, splits)
+
+
+def _is_timed(limits: Tile, problem: Problem) -> bool:
+    """Whether it is known how many programs of a tile a processor runs at once: of 16 bits on sm_90, unless a user has timed others."""
+    is_known = problem.key.element_size() == 2 and device_family(problem.query.device) == "sm_90"
+    return is_known and limits == pick("split keys", problem, is_frozen=True)
 
 
 def _fullest(fill: int, programs_each: float) -> int:
@@ -178,7 +184,7 @@ def _lighter(tile: Tile, programs_each: float, problem: Problem) -> Tile:
     filled no worse.
     """
     dim = max(block_dim(problem.key.shape[3]), block_dim(problem.value.shape[3]))
-    if problem.key.element_size() != 2 or device_family(problem.query.device) != "sm_90" or not is_lighter_better(programs_each, dim):
+    if not is_lighter_better(programs_each, dim):
         return tile
     return tile._replace(block_n=64) if dim <= 64 else tile._replace(stages=2)
 

@@ -48,17 +48,17 @@ CASES = (
 def parted(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
     """The numbers of parts of what the kernels get, however few keys there are: up to 5 on any GPU. Parts that nobody writes are NaN."""
     numbers: dict[str, list[int]] = {"out": [], "dQ": []}
-    ours, made, empty = key_parts.parts_of_keys, query_grad.empty_parts, merge.Parts.empty
+    ours, made, empty = key_parts.parts_of_queries, query_grad.empty_parts, merge.Parts.empty
 
     def counted(*arguments, name: str) -> int:
-        numbers[name].append(min(ours(*arguments), 5))
+        numbers[name].append(min(ours(*arguments), 5))  # of 16 bits, too
         return numbers[name][-1]
 
     monkeypatch.setattr(key_parts, "KEYS_OF_A_PART", 4)
-    monkeypatch.setattr(key_parts, "KEYS_OF_FLOATS", 4)
+    monkeypatch.setattr(merge, "MANY", 0)
     monkeypatch.setattr(key_parts, "processors", lambda device: 1 << 20)
-    monkeypatch.setattr(forward, "parts_of_keys", partial(counted, name="out"))
-    monkeypatch.setattr(query_grad, "parts_of_keys", partial(counted, name="dQ"))
+    monkeypatch.setattr(forward, "parts_of_out", partial(counted, name="out"))
+    monkeypatch.setattr(query_grad, "parts_of_queries", partial(counted, name="dQ"))
     monkeypatch.setattr(query_grad, "empty_parts", lambda *of: made(*of).fill_(float("nan")))
     monkeypatch.setattr(merge.Parts, "empty", lambda *of: merge.Parts(*(x.fill_(float("nan")) for x in empty(*of))))
     monkeypatch.setattr(dispatch, "FORWARD", tuple(row for row in dispatch.FORWARD if row.name == "portable"))
@@ -94,7 +94,7 @@ def test_a_table_of_distances_has_none(device: str, dtype: torch.dtype, parted: 
 def parts(case: Case, works: int) -> int:
     """On a device of 132 processors."""
     (problem,) = flattened(meta(case, torch.bfloat16))
-    return key_parts.parts_of_keys(problem, works, problem.query)
+    return key_parts.parts_of_queries(problem, works, problem.query)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +112,26 @@ def parts(case: Case, works: int) -> int:
 )
 def test_programs_fill_the_processors_as_far_as_there_are_keys(case: Case, works: int, count: int) -> None:
     assert parts(case, works) == count
+
+
+@pytest.mark.parametrize(
+    ("case", "works", "count"),
+    [
+        (Case("one-head", 2048, 20000, batch=1, heads=1, head_dim=128), 16, 8),
+        (Case("narrow", 512, batch=1, heads=8, head_dim=64), 64, 4),
+        (Case("causal", 2048, batch=1, heads=4, head_dim=256, causal=True), 64, 2),
+        (Case("wide", 1024, batch=1, heads=8, head_dim=128), 64, 2),
+        (Case("short", 200, batch=1, heads=2, head_dim=64), 8, 1),
+        (Case("full", 4096, batch=2, heads=8, head_dim=64), 512, 1),
+        (Case("table", 512, batch=1, heads=8, head_dim=64, bias="1hr", distances=9, zero=4), 64, 1),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_out_has_parts_in_float32_alone(case: Case, works: int, count: int) -> None:
+    """Of wide heads one for each processor, unless a causal mask makes blocks differ."""
+    for dtype, expected in ((torch.float32, count), (torch.bfloat16, 1)):
+        (problem,) = flattened(meta(case, dtype))
+        assert key_parts.parts_of_out(problem, works, problem.query) == expected
 
 
 @given(len_q=st.integers(0, 64), len_k=st.integers(0, 100_000), heads=st.sampled_from([1, 4, 8]), batch=st.integers(1, 40))
