@@ -13,7 +13,7 @@ from .layout import Sequence, Span, load_tile, store_tile, strided
 from .overlap import follow
 
 LEAST_ROOM = 4 << 20  # bytes that all parts of dK and dV may take, be keys and values as few as they may
-ROOM_OF_QUERIES = 16 << 20  # the same of out or dQ, where blocks of queries are fewer than processors
+ROOM_OF_QUERIES = 16 << 20  # the same of out or dQ, where blocks of queries leave processors idle
 PART_OF_KEYS = 25  # or of what keys and values take, one of so many parts
 ROWS, COLS = 8, 64  # of a program's tile: small, as results in many parts are small
 
