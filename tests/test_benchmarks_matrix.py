@@ -78,7 +78,7 @@ def test_rows_are_many_and_of_every_kind(scripts):
     assert dims >= {32, 40, 64, 72, 80, 96, 112, 128, 192, 256}
     lengths = {row.len_k for row in rows}
     assert lengths >= {49, 1000, 1001, 1023, 131072}
-    assert min(row.batch * row.heads for row in rows) == 4
+    assert min(row.batch * row.heads for row in rows) == 1
     assert max(row.batch * row.heads for row in rows) > 49_000
     assert {row.bias for row in rows} >= {None, "1hqk", "bhqk", "b1qk", "11qk", "bgqk", "bh1k", "b11k", "bg1k", "bhq1"}
     assert {row.distribution for row in rows} == {"normal", *scripts("matrix_rows").DISTRIBUTIONS}
