@@ -113,6 +113,16 @@ class Call:
             besides |= {"factors in float32": self._has_factors_besides(name)}
         return memory, tuple(what for what, is_taken in besides.items() if is_taken)
 
+    def parts(self, name: str, choices: tuple[Choice, ...]) -> int:
+        """Into how many parts the keys of each block of queries are split in a pass, for programs to keep all processors busy."""
+        if not choices:
+            return 1
+        from .kernels.base.leading import flattened, flattened_gradients
+
+        problem, out = flattened(self.problem, self.out)
+        d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
+        return max(_of_parts(problem, out, d_query, choice.row.name)[0] for choice in choices)
+
     def _of_kernels(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, dict[str, bool]]:
         problem = self.problem
         if not choices:
@@ -130,7 +140,7 @@ class Call:
             "columns of the bias of keys": is_of_keys and is_hopper,
             "the table in float32": problem.zero is not None and is_hopper,
         }
-        total = sum(_of_parts(problem, out, d_query, choice.row.name) for choice in choices)
+        total = sum(_of_parts(problem, out, d_query, choice.row.name)[1] for choice in choices)
         if copies := dict(choices[0].traits.aligned):
             from .kernels.hopper.aligned import empty_aligned
 
@@ -195,7 +205,7 @@ class Call:
         total = 4 * entries * heads * len_q * len_k
         as_keys = choice._replace(row=choice.row._replace(name="portable: d_key"))
         for part, few in in_parts(problem):
-            total += _of_parts(few, None, d_query[part], "portable: d_query of d_bias")
+            total += _of_parts(few, None, d_query[part], "portable: d_query of d_bias")[1]
             total += self._of_group_parts(few, as_keys, None if d_bias is None else d_bias[part])
         if "d_bias of pairs, shared" in choice.makes:
             total += 4 * d_bias.numel() * (2 if entries < batch and d_bias.shape[0] == 1 else 1)  # the total, and the sum of a part
@@ -217,9 +227,10 @@ class Call:
         return some and (query.ndim != 4 or not (query.numel() and key.numel()))
 
 
-def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
-    """Bytes of results over parts of the keys of each block of queries, in float32, which are merged. Those of out come with a maximum and
-    a sum for each row.
+def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> tuple[int, int]:
+    """(how many parts the keys of each block of queries have, bytes of results over them, in float32, which are merged).
+
+    Those of out come with a maximum and a sum for each row.
     """
     kernel, (batch, heads, len_q, _) = row.removesuffix(", pairs loaded"), problem.query.shape
     value_dim, works = problem.value.shape[3], batch * heads
@@ -228,19 +239,19 @@ def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
         from .kernels.portable.split_keys import plan_of
 
         splits = plan_of(problem).splits
-        return splits * of_out if splits > 1 or problem.ends_q is not None else 0
+        return splits, splits * of_out if splits > 1 or problem.ends_q is not None else 0
     if kernel == "portable" or kernel.startswith("portable: d_query"):
         from .kernels.base.tiles import pick
         from .kernels.portable import key_parts
 
         result, count = (out, key_parts.parts_of_out) if kernel == "portable" else (d_query, key_parts.parts_of_queries)
         if problem.ends_q is not None or result is None:
-            return 0
+            return 1, 0
         tile = pick("forward" if kernel == "portable" else "queries of d_bias" if kernel.endswith("of d_bias") else "queries", problem)
         parts = count(problem, works * -(-len_q // tile.block_m), result)
-        return parts * (of_out if kernel == "portable" else of_query) if parts > 1 else 0
+        return parts, parts * (of_out if kernel == "portable" else of_query) if parts > 1 else 0
     if kernel not in ("Hopper", "Hopper: d_query"):
-        return 0
+        return 1, 0
     from .kernels.hopper.backward_sizes import query_sizes
     from .kernels.hopper.copies import forward_dims
     from .kernels.hopper.forward_sizes import sizes_of
@@ -250,7 +261,7 @@ def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> int:
     consumers = (sizes_of(problem, *forward_dims(problem), loaded=row != kernel) if forward else query_sizes(problem)).consumers
     result, merging = (out, OF_OUT) if forward else (d_query, OF_QUERIES)
     parts = parts_of_keys(problem, works * -(-len_q // (64 * consumers)), result, merging)
-    return parts * (of_out if forward else of_query) if parts > 1 else 0
+    return parts, parts * (of_out if forward else of_query) if parts > 1 else 0
 
 
 def _of_shared_parts(problem: Problem, d_bias: Any, row: str) -> int:

@@ -55,7 +55,8 @@ class Pass(NamedTuple):
     `seconds` is the larger of the times that both take at the peak of the target; None where that is unknown. Pairs that causal or a window
     hides are left out. The values of a mask are not read: where `is_masked`, `flops`, `bytes` and `seconds` are those of a mask that
     hides nothing, and one that hides pairs may take less. Where a pass works on an aligned copy of the bias, or of
-    dBias, `copies` are what keeps the copy engine from the original: who removes these reasons saves the copy.
+    dBias, `copies` are what keeps the copy engine from the original: who removes these reasons saves the copy. Where blocks of queries would
+    leave processors idle, the keys of each are split into `parts`, each for a program of its own.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Pass(NamedTuple):
     seconds: float | None
     is_masked: bool
     copies: tuple[str, ...] = ()
+    parts: int = 1
 
     def __str__(self) -> str:
         reasons: dict[str, list[str]] = {}
@@ -90,6 +92,7 @@ class Pass(NamedTuple):
                     for reason, rows in reasons.items()
                     for line in (f"  not {', '.join(rows)}:", *(f"    {one}" for one in reason.split("; ")))
                 ),
+                *([f"  keys of each block of queries: in {self.parts} parts"] if self.parts > 1 else []),
                 f"  memory beyond inputs and results: {memory}",
                 f"  products: {_operations(self.flops)}; inputs and results: {_scaled(self.bytes)}",
                 f"  time at the peak: {seconds}",
@@ -211,12 +214,12 @@ def _by_rows(call: Call, name: str, choices: tuple[Choice, ...], peak: Peak | No
 
     of_target = [(choice.traits.family, choice.traits.processors) for choice in choices[:1]]
     with rehearsed_for(*of_target[0]) if of_target else nullcontext():
-        memory = call.memory(name, choices)
+        memory, parts = call.memory(name, choices), call.parts(name, choices)
     refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
     flops = sum(call.products(choice.makes, choice.row.reads) for choice in choices)
     rows = tuple((choice.row.name, _results(choice.makes)) for choice in choices)
     copies = tuple(reason for _, reason in choices[0].traits.aligned) if choices else ()
-    return _costing(call, name, rows, tuple(refusals), memory, flops, peak)._replace(copies=copies)
+    return _costing(call, name, rows, tuple(refusals), memory, flops, peak)._replace(copies=copies, parts=parts)
 
 
 def _by_pytorch(call: Call, name: str, row: str, peak: Peak | None) -> Pass:

@@ -301,6 +301,24 @@ def test_processors_decide_whether_keys_are_split() -> None:
 
 
 @not_interpreted
+@pytest.mark.parametrize(
+    ("query", "key", "dtype", "parts"),
+    [
+        ((1, 1, 2048, 128), (1, 1, 20000, 128), torch.float32, (8, 16)),
+        ((1, 1, 2048, 128), (1, 1, 20000, 128), BF16, (8, 8)),
+        ((1, 4, 1024, 192), (1, 4, 1024, 192), BF16, (1, 4)),
+        ((24, 12, 1, 64), (24, 2, 65536, 64), BF16, (8, 1)),
+        ((4, 16, 1024, 64), (4, 16, 1024, 64), BF16, (1, 1)),
+    ],
+    ids=str,
+)
+def test_parts_are_those_of_keys_that_are_split(query: tuple, key: tuple, dtype: torch.dtype, parts: tuple[int, int]) -> None:
+    explained = explain(empty(*query, dtype=dtype), empty(*key, dtype=dtype), empty(*key, dtype=dtype), target="sm_90", processors=132)
+    assert tuple(each.parts for each in explained.passes) == parts
+    for each in explained.passes:
+        assert (f"keys of each block of queries: in {each.parts} parts" in str(each)) == (each.parts > 1)
+
+
 def test_a_cpu_has_the_kernel_of_pytorch_where_that_is_exact() -> None:
     query = torch.randn(2, 4, 32, 16)
     plain, capped = explain(query, query, query), explain(query, query, query, softcap=30.0)

@@ -146,7 +146,8 @@ def split_keys(traits: Traits) -> Iterator[str]:
     work = portable_split_keys.Work(group, traits.len_q, visible, traits.batch * traits.heads * traits.len_q * traits.value_dim, is_masked)
     if work.worthwhile(work.most) == 1:
         rows = f"{traits.len_q} queries" + ("" if group == 1 else f" of {group} heads that share keys")
-        yield f"is for few queries over more keys, as in decoding: its splits of {seen} visible keys of {rows} would save less than merging takes"
+        splits = f"its splits of {seen} visible keys of {rows}"
+        yield f"is for few queries over more keys, as in decoding: {splits} would save less than merging takes"
     most = traits.processors if are_few else traits.processors // 2
     if packing.programs > most and not in_one_tile:
         others = " but for head dims 129 to 256" if is_small and traits.dtype.itemsize == 2 else ""
