@@ -300,7 +300,6 @@ def test_processors_decide_whether_keys_are_split() -> None:
     assert explain(*tensors, target="sm_80", processors=39).passes[0].rows == ("portable",)
 
 
-@not_interpreted
 @pytest.mark.parametrize(
     ("query", "key", "dtype", "parts"),
     [
@@ -319,6 +318,7 @@ def test_parts_are_those_of_keys_that_are_split(query: tuple, key: tuple, dtype:
         assert (f"keys of each block of queries: in {each.parts} parts" in str(each)) == (each.parts > 1)
 
 
+@not_interpreted
 def test_a_cpu_has_the_kernel_of_pytorch_where_that_is_exact() -> None:
     query = torch.randn(2, 4, 32, 16)
     plain, capped = explain(query, query, query), explain(query, query, query, softcap=30.0)
