@@ -118,10 +118,14 @@ class Call:
         if not choices:
             return 1
         from .kernels.base.leading import flattened, flattened_gradients
+        from .kernels.portable.stored_scores import in_parts
 
         problem, out = flattened(self.problem, self.out)
         d_query = None if name == "forward" else flattened_gradients(self.gradients, self.problem).query
-        return max(_of_parts(problem, out, d_query, choice.row.name)[0] for choice in choices)
+        found = [_of_parts(problem, out, d_query, choice.row.name)[0] for choice in choices]
+        if d_query is not None and any(choice.row.name == "portable, dS stored" for choice in choices):
+            found += [_of_parts(few, None, d_query[part], "portable: d_query of d_bias")[0] for part, few in in_parts(problem)]
+        return max(found)
 
     def _of_kernels(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, dict[str, bool]]:
         problem = self.problem

@@ -233,10 +233,13 @@ def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
 
 @joined
 def resident_backward(traits: Traits) -> Iterator[str | None]:
-    """With a bias on chip, but for rows of one tile of keys, or of two whole ones where many share the bias, of which one pass makes all."""
+    """With a bias on chip, unless one pass makes dQ, dK and dV where it is faster: over one tile of keys, or two whole ones of rows that share
+    the bias with many.
+    """
     yield hopper_plans.resident_backward(traits)
     if traits.bias is None or not traits.wanted >= {D_QUERY, D_KEY, D_VALUE}:
         return
-    is_short = traits.len_k <= hopper_resident.KEYS.value or (traits.len_k == KEYS_OF_TWO_TILES and traits.members >= MANY_MEMBERS)
-    if is_short and None in (one_pass(traits), one_pass(traits, loads_pairs=True)):
+    is_one_tile = hopper_resident.KEYS.value // 2 < traits.len_k <= hopper_resident.KEYS.value
+    are_two = traits.len_q == traits.len_k == KEYS_OF_TWO_TILES and traits.members >= MANY_MEMBERS
+    if (is_one_tile or are_two) and None in (one_pass(traits), one_pass(traits, loads_pairs=True)):
         yield f'leaves {traits.len_k} keys of {traits.members} (batch, head) that share a bias to "Hopper, one pass", which is faster'

@@ -106,8 +106,8 @@ def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: An
 def parts_of_keys(problem: Problem, works: int, result: Any, merging: Merging) -> int:
     """Into how many parts the keys of so many blocks of queries are split, for programs to keep all processors busy.
 
-    As many as save the most after what `merging` takes, of those with room (`parts.room_of_queries`). It is 1 where keys have lists, where a
-    table has sums at its ends, which a part would not add to those of others, and for a `result` that no single strides walk.
+    The number that saves the most, less what `merging` takes, of those that have room (`parts.room_of_queries`). It is 1 where keys have lists,
+    where a table has sums at its ends, which a part would not add to those of others, and for a `result` that no single strides walk.
     """
     has_lists = problem.is_masked or problem.first is not None or problem.ends_q is not None
     if has_lists or problem.zero is not None or not isinstance(result, Tensor) or not 0 < 2 * works <= processors(problem.query.device):
@@ -115,8 +115,10 @@ def parts_of_keys(problem: Problem, works: int, result: Any, merging: Merging) -
     (len_q, head_dim), (len_k, value_dim) = problem.query.shape[2:], problem.value.shape[2:]
     keys, dim = visible_keys(len_q, len_k, problem.left, problem.right), block_dim(max(head_dim, value_dim))
     most = min(MOST_SPLITS, processors(problem.query.device) // works, keys // KEYS_OF_A_PART, room_of_queries(problem, result))
-    costs = {parts: merging.least + merging.of_mib * 4 * parts * result.numel() / (1 << 20) for parts in range(2, most + 1)}
-    nets = {1: 0.0} | {parts: (keys - keys / parts) * dim / 128 - cost for parts, cost in costs.items()}
+    mib, nets = 4 * result.numel() / (1 << 20), {1: 0.0}
+    for parts in range(2, most + 1):
+        if parts != 3 or most == 3:  # three took no less time than four in any sweep
+            nets[parts] = (keys - keys / parts) * dim / 128 - merging.least - merging.of_mib * parts * mib
     return max(nets, key=nets.__getitem__)
 
 

@@ -41,10 +41,10 @@ def parts_of_queries(problem: Problem, works: int, d_query: Any) -> int:
 
 
 def _parts(problem: Problem, works: int, result: Any, least: int, programs_each: int) -> int:
-    """As many as have so many keys each, and room (`parts.room_of_queries`), of a `result` (B, H, Sq, any width).
+    """Parts for so many programs a processor, of at least so many keys each, if there is room for them (`parts.room_of_queries`).
 
-    It is 1 for packed sequences, beside a table of distances, as the walk for dQ has several ranges there, and for a `result` that no single
-    strides walk.
+    `result` is (B, H, Sq, any width). It is 1 for packed sequences, for a `result` that no single strides walk, and beside a table of
+    distances, where the walk of dQ has several ranges, and out in parts is not timed.
     """
     if problem.ends_q is not None or problem.zero is not None or not isinstance(result, Tensor) or not result.numel():
         return 1

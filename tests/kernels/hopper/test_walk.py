@@ -49,6 +49,8 @@ def test_keys_are_split_for_as_many_programs_as_there_are_processors() -> None:
         (Case("2048", 2048, heads=4, batch=1, head_dim=128), 64, 1, 2),
         (Case("4096", 4096, heads=1, batch=1, head_dim=128), 32, 4, 4),
         (Case("wide", 1024, heads=4, batch=1, head_dim=192), 32, 1, 4),
+        (Case("two-heads-bias", 2048, heads=2, batch=1, head_dim=128, bias="bhqk"), 32, 4, 4),  # 0.026 ms, in three 0.028
+        (Case("three-at-most", 4096, heads=2, batch=1, head_dim=64), 44, 3, 3),
         (Case("narrow", 300, 8192, heads=4, batch=1, head_dim=64), 12, 11, 11),
         (Case("dims of 72", 2000, heads=3, batch=1, head_dim=72), 48, 1, 2),
     ],
