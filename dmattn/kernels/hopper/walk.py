@@ -117,7 +117,7 @@ def parts_of_keys(problem: Problem, works: int, result: Any, merging: Merging) -
     most = min(MOST_SPLITS, processors(problem.query.device) // works, keys // KEYS_OF_A_PART, room_of_queries(problem, result))
     mib, nets = 4 * result.numel() / (1 << 20), {1: 0.0}
     for parts in range(2, most + 1):
-        if parts != 3 or most == 3:  # three took no less time than four in any sweep
+        if parts != 3 or most == 3:  # where it pays, three take longer than four (docs/history.md)
             nets[parts] = (keys - keys / parts) * dim / 128 - merging.least - merging.of_mib * parts * mib
     return max(nets, key=nets.__getitem__)
 
