@@ -118,10 +118,10 @@ def _in_one_tile(traits: Traits) -> Iterator[str]:
 def split_keys(traits: Traits) -> Iterator[str]:
     """One tile holds the few queries of several heads; or the programs would leave processors room for more, and there are keys to split.
 
-    And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all; and few of wide heads, or
-    of so many programs that the last round of the kernel which splits no keys would be poorly filled. Results of packed sequences are merged
-    anyway, which takes longer than reading few keys. Where 9 queries or more of two heads fill a tile, and too few of them the processors,
-    programs of their own are faster.
+    And under a mask, few queries over keys so few that looking for blocks to leave out takes longer than reading all; few beside a bias, of
+    which larger tiles have rows that are not there; and few of wide heads, or of so many programs that the last round of the kernel which
+    splits no keys would be poorly filled. Results of packed sequences are merged anyway, which takes longer than reading few keys. Where 9
+    queries or more of two heads fill a tile, and too few of them the processors, programs of their own are faster.
     """
     limits, group = _find_tile("split keys", traits), traits.heads // traits.kv_heads
     if limits.block_m == 0:
@@ -139,11 +139,15 @@ def split_keys(traits: Traits) -> Iterator[str]:
         return
     if is_small and not is_masked and visible >= portable_split_keys.LEAST_KEYS and _is_poorly_filled(traits, packing.programs):
         return
-    dims = traits.head_dim + traits.value_dim
-    read = portable_split_keys.bytes_of_keys(traits.batch * traits.kv_heads, traits.len_k, dims, traits.dtype)
+    read = portable_split_keys.bytes_of_keys(traits.batch * traits.kv_heads, traits.len_k, traits.head_dim + traits.value_dim, traits.dtype)
     if are_few and is_masked and visible <= _KEYS_WITHOUT_LISTS and not is_packed and read < portable_split_keys.LISTED_BYTES:
         return
-    work = portable_split_keys.Work(group, traits.len_q, visible, traits.batch * traits.heads * traits.len_q * traits.value_dim, is_masked)
+    is_biased = traits.bias is not None
+    if is_biased and are_few and seen > 0 and not is_packed and traits.dtype.itemsize == 2 and packing.programs <= traits.processors:
+        return
+    dims = traits.head_dim, traits.value_dim
+    merge = portable_split_keys.keys_of_a_merge(traits.dtype, dims, traits.len_q, packing.programs, is_masked, is_biased)
+    work = portable_split_keys.Work(group, traits.len_q, visible, traits.batch * traits.heads * traits.len_q * traits.value_dim, merge)
     if work.worthwhile(work.most) == 1:
         rows = f"{traits.len_q} queries" + ("" if group == 1 else f" of {group} heads that share keys")
         splits = f"its splits of {seen} visible keys of {rows}"

@@ -53,16 +53,19 @@ POORLY_FILLED = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, 12 heads on 2 of head dim 64, 24 batch entries of 65536 keys: in 5 splits, 1.82 programs a processor, 0.221 ms, in 8,
 # 2.91, 0.203; with padding to a quarter of the keys 0.066 and 0.060. 96 programs of head dim 128 in 2 and 4 splits 0.108 and 0.107.
 FULLER = 1.05  # times
-SPLITS_OF_WIDE, WIDE_DIMS = 2, 128  # at least, of head dims over that
+SPLITS_OF_WIDE, WIDE_DIMS, NARROW_DIMS = 2, 128, 64  # at least, of head dims over that; narrow ones are up to that
 LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
 # NVIDIA H200, 2026-11-28: (1, 32 on 8, 4 x 777, 96) 0.0259 ms unsplit, 0.0127 in 6 splits, 0.0112 in 12; (1, 8 on 1, 4 x 1500, 128) 0.0315 and
 # 0.0106. Results of so few bytes are merged in 2 microseconds, in which a program reads about 250 keys (docs/history.md).
 FEW_BYTES = 1 << 20  # of all parts
-KEYS_OF_FEW = 64  # of a split then, at least
+KEYS_OF_FEW = 64  # of a split then, at least, but of the last
 QUERIES_OF_FEW = 64  # of a head, at most: more are Hopper's kernel's
 # Fewer that a program has to read for splits to pay; twice as many for parts of FEW_BYTES. By (2, 20, 1 x 300, 128), padded, 0.0205 unsplit and
-# 0.0137 in 4 splits; without a mask and with fewer bytes in `few_queries_few_keys_nvidia_h200.json`.
-KEYS_OF_A_MERGE, KEYS_OF_A_MASKED_MERGE = 256, 128
+# 0.0137 in 4 splits; without a mask and with fewer bytes in `few_queries_few_keys_nvidia_h200.json`. Of 300 keys, 2026-11-30,
+# unsplit and in 4: beside a bias (2, 4 on 1, 96) 0.0118 and 0.0102, (2, 8, 128) 0.0120 and 0.0101, (1, 4, 64) 0.0085 and 0.0087; without one
+# (2, 8 on 2, 192) 0.0154 and 0.0107, (8, 8, 256) 0.0163 and 0.0165, (1, 32 on 8, 128) 0.0105 and 0.0094, (8, 8, 128) 0.0107 and 0.0132.
+KEYS_OF_A_MERGE, KEYS_OF_A_WAITING_MERGE, KEYS_OF_A_WIDE_MERGE, KEYS_OF_A_LONE_MERGE = 256, 128, 64, 200
+LONE_PROGRAMS = 16  # or fewer
 # NVIDIA H200, 2026-11-28: 128 programs of 1024 keys of head dim 64 0.0189 ms unsplit, 0.0207 in two; of 2048 keys of 128 0.0533 and 0.0472.
 MOST_PROCESSORS = 0.75  # of them, where programs count as many
 BYTES_OF_ONE = 1 << 18  # of keys and values, which a program reads as fast as it would wait for the kernel that merges
@@ -113,21 +116,34 @@ class Work(NamedTuple):
     len_q: int
     visible: int  # `visible_keys`, as plans count them
     results: int  # elements of out
-    is_masked: bool
+    merge: int  # `keys_of_a_merge`
 
     @property
     def most(self) -> int:
         """The most splits. Each has LEAST_KEYS and what KEYS_PER_ROW says; or fewer where all parts of few queries take few bytes."""
         few = FEW_BYTES // max(4 * self.results, 1) if self.len_q <= QUERIES_OF_FEW else 0
         least = max(LEAST_KEYS, KEYS_PER_ROW * self.group * self.len_q)
-        return min(max(self.visible // least, min(self.visible // KEYS_OF_FEW, few), 1), MOST_SPLITS)
+        return min(max(self.visible // least, min(triton.cdiv(self.visible, KEYS_OF_FEW), few), 1), MOST_SPLITS)
 
     def worthwhile(self, splits: int) -> int:
         """So many, or the most below that save more than merging them takes."""
-        merge = KEYS_OF_A_MASKED_MERGE if self.is_masked else KEYS_OF_A_MERGE
-        while splits > 1 and self.visible - self.visible // splits < merge * (1 + min(4 * splits * self.results / FEW_BYTES, 1)):
+        while splits > 1 and self.visible - self.visible // splits < self.merge * (1 + min(4 * splits * self.results / FEW_BYTES, 1)):
             splits -= 1
         return splits
+
+
+def keys_of_a_merge(dtype: torch.dtype, dims: tuple[int, int], len_q: int, programs: int, is_masked: bool, is_biased: bool) -> int:
+    """How many keys one of so many programs reads in about the time of merging splits: few where each tile of keys waits for a mask or bias.
+
+    `dims` are those of keys and values. Programs in 16 bits of up to half a tile of queries have been timed by kind.
+    """
+    is_timed = dtype.itemsize == 2 and 2 * len_q <= FEW_ROWS
+    if is_timed and is_wide(dtype, *dims):
+        return KEYS_OF_A_WIDE_MERGE
+    is_timed &= max(dims) > NARROW_DIMS
+    if is_masked or (is_timed and is_biased):
+        return KEYS_OF_A_WAITING_MERGE
+    return KEYS_OF_A_LONE_MERGE if is_timed and programs <= LONE_PROGRAMS else KEYS_OF_A_MERGE
 
 
 def plan_of(problem: Problem) -> Plan:
@@ -149,7 +165,9 @@ def plan_of(problem: Problem) -> Plan:
     read = visible * (problem.key.shape[3] + problem.value.shape[3]) * problem.key.element_size()
     if packing.programs >= MOST_PROCESSORS * count and read <= BYTES_OF_ONE and not differs:
         fill = 1
-    work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * problem.value.shape[3], problem.is_masked)
+    dims, is_biased = (problem.key.shape[3], problem.value.shape[3]), problem.bias is not None
+    merge = keys_of_a_merge(problem.query.dtype, dims, len_q, packing.programs, problem.is_masked, is_biased)
+    work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * dims[1], merge)
     splits, tile = work.worthwhile(max(1, min(fill, work.most))), limits._replace(block_m=packing.rows)
     if packing.rows == FEW_ROWS and not differs and packing.programs > PROGRAMS_PER_PROCESSOR * count:
         tile = _lighter(tile, packing.programs / count, problem) if _is_timed(limits, problem) else tile
