@@ -183,18 +183,21 @@ class Call:
         return total, besides
 
     def _of_group_parts(self, problem: Problem, choice: Choice, d_bias: Any) -> int:
-        """Bytes of dK, dV and sums of dS by key in parts, where the query heads of a group are dealt out to several programs."""
+        """Bytes of dK, dV and sums of dS by key in parts, where the query heads of a group, or queries of a head, are dealt out to programs."""
         name = choice.row.name.removesuffix(", pairs loaded")
         if choice.makes.isdisjoint({"d_key", "d_value", "d_bias of keys"}) or not name.startswith(("Hopper: d_key", "portable: d_key")):
             return 0
         from .kernels.hopper import key_grad as hopper_key_grad
         from .kernels.hopper import key_grad_intervals
         from .kernels.portable import key_grad
-        from .kernels.portable.group_parts import count_parts
+        from .kernels.portable.group_parts import count_parts, count_query_parts
 
         kernels = key_grad if name.startswith("portable") else key_grad_intervals if name.endswith("by intervals") else hopper_key_grad
         programs, places = kernels.fill_of(problem, d_bias if "d_bias of pairs" in choice.makes else None)
         parts = count_parts(problem, programs, places, problem.order)
+        if kernels is key_grad:
+            sums = d_bias if "d_bias of keys" in choice.makes else None
+            parts *= count_query_parts(problem, programs, places, sums, problem.order)
         results = [x for key, x in (("d_key", problem.key), ("d_value", problem.value)) if key in choice.makes]
         if "d_bias of keys" in choice.makes and d_bias.shape[:2] == problem.key.shape[:2] and d_bias.shape[1] < problem.query.shape[1]:
             results.append(d_bias)

@@ -1,8 +1,11 @@
-"""dK and dV of few keys that many query heads share: the heads of a group are dealt out to several programs, whose sums are added in order.
+"""dK and dV of few keys that many queries see: the heads of a group, or the queries of a head, are dealt out to several programs, whose sums
+are added in order.
 
 One program would walk them all, one after the other, while most of the GPU has nothing to do: 71 heads with one head of keys, in a batch of
 one, are 32 programs of 64 keys for 2048 tokens. Programs are as many as run at once, under a causal mask up to twice as many, and in float32
 up to three times, so that the GPU bounds the memory of parts, not the problem: 35 MB on an H200 by Hopper's kernels.
+
+Queries of a head are dealt out in float32 alone, whose programs take long.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group
 from ..base.layout import Sequence
-from ..base.parts import LEAST_ROOM, empty_parts, even_parts, sum_parts
+from ..base.parts import LEAST_ROOM, empty_parts, even_parts, room_of_keys, sum_parts
 from ..base.place import hides_by_place_alone
 
 # NVIDIA H200, 2026-11-27, Hopper's kernels: the queries, of all heads of a program, that are worth the memory which its sums take, there and
@@ -32,11 +35,20 @@ QUERIES_OF_FLOATS = 128  # whose products take as much longer
 # ms, in two parts 0.221; with 3.9 rounds of programs two parts were a tenth slower.
 ROUNDS_OF_FLOATS, DIMS_OF_FLOATS = 1.5, 128  # to which two parts of float32, of head dims to that, take three half rounds in place of two
 
+QUERIES_OF_A_PART = 128  # of a head, at least
+
 
 class Dealt(NamedTuple):
     """How the query heads of a key-value head are dealt out, as a kernel argument; None where one program has all."""
 
     each: Any  # heads of one of the programs that share a block of keys; the last may have fewer
+    entries: Any  # batch entries: those of a part lie together
+
+
+class Split(NamedTuple):
+    """Into how many parts the queries of a head are dealt out, as a kernel argument; None where one program has all."""
+
+    count: Any
     entries: Any  # batch entries: those of a part lie together
 
 
@@ -59,8 +71,22 @@ def count_parts(problem: Problem, programs: int, places: int, order: Tensor | No
     return even_parts(group, min(most, max(seen // least, min(seen // QUERIES_OF_SMALL, room))))
 
 
+def count_query_parts(problem: Problem, programs: int, places: int, key_sums: Any, order: Tensor | None = None) -> int:
+    """Into how many parts the queries of each head are dealt out, where so many `programs` would have all, with `places` for them at once.
+
+    More than one of float32 alone, whose groups are dealt out no more, and of queries that follow one another, without sums by key.
+    """
+    is_walk = (problem.first, problem.zero, problem.ends_q, key_sums, order) == (None,) * 5 and not problem.is_masked
+    if not is_walk or problem.query.dtype.itemsize != 4 or programs == 0 or count_parts(problem, programs, places) > 1:
+        return 1
+    return max(1, min(places // programs, problem.query.shape[2] // QUERIES_OF_A_PART, room_of_keys(problem)))
+
+
 class GroupParts:
-    """The parts of a launch for dK, dV and sums of dS by key (:func:`count_parts`), and where its programs store them."""
+    """The parts of a launch for dK, dV and sums of dS by key (:func:`count_parts`), and where its programs store them.
+
+    They are so many `splits` of the queries where these are dealt out (:func:`count_query_parts`), not the heads of groups.
+    """
 
     def __init__(
         self,
@@ -69,13 +95,16 @@ class GroupParts:
         places: int,
         results: tuple[Tensor | None, Tensor | None, Tensor | None],
         order: Tensor | None = None,
+        splits: int = 1,
     ) -> None:
         (batch, heads), kv_heads = problem.query.shape[:2], problem.key.shape[1]
-        group, self.count = heads // kv_heads, count_parts(problem, programs, places, order)
+        group, dealt = heads // kv_heads, count_parts(problem, programs, places, order)
+        self.count = dealt * splits
         self.by_group = by_group(problem, results[2])  # else sums have an entry for each head, which one program makes
         self._summed = results if self.by_group else (*results[:2], None)
         self._rooms = tuple(None if x is None else empty_parts(x, self.count) for x in self._summed)
-        self.dealt = None if self.count == 1 else Dealt(triton.cdiv(group, self.count), batch)
+        self.dealt = None if dealt == 1 else Dealt(triton.cdiv(group, dealt), batch)
+        self.split = None if splits == 1 else Split(splits, batch)
         self.d_key, self.d_value, sums = self._rooms
         self.key_sums = sums if self.by_group else results[2]
 
@@ -114,3 +143,21 @@ def under_part(t, seq, dealt):
     else:
         part = seq.head % t.group // dealt.each
         return Sequence(part * dealt.entries + seq.batch, seq.head, seq.len_q, seq.len_k)
+
+
+@triton.jit
+def split_of(number, split):
+    """(number of the head's programs, which of the splits of its queries a program has), by its number among those of a batch entry."""
+    if split is None:
+        return number, 0
+    else:
+        return number // split.count, number % split.count
+
+
+@triton.jit
+def under_split(seq, part, split):
+    """Where a split stores its results: a sequence with the batch entry of the part."""
+    if split is None:
+        return seq
+    else:
+        return Sequence(part * split.entries + seq.batch, seq.head, seq.len_q, seq.len_k)

@@ -18,7 +18,8 @@ from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
 from ..base.tiles import in_pieces, launch_options, pick, pick_storing
 from ..visits.walk import query_lists, query_range, walk_step, walk_steps
-from .group_parts import GroupParts, numbers_of, part_of_group, under_part
+from .group_parts import GroupParts, count_query_parts, numbers_of, part_of_group, split_of, under_part, under_split
+from .key_parts import steps_of_part
 
 PROGRAMS_PER_PROCESSOR = 2
 
@@ -44,7 +45,9 @@ def key_gradients(
     lists = query_lists(problem, *tile[:2], blocks)
     if d_bias is not None and (lists is not None or problem.first is not None or problem.ends_q is not None):
         d_bias.zero_()  # what no list names, or lies outside the intervals, or beyond the lengths of packed sequences
-    parts = GroupParts(problem, *fill_of(problem), (d_key, d_value, key_sums), order)
+    fill = fill_of(problem)
+    splits = count_query_parts(problem, *fill, key_sums, order)
+    parts = GroupParts(problem, *fill, (d_key, d_value, key_sums), order, splits)
     sums = vectors_of(parts.key_sums)
     wanted = ((parts.d_key, parts.d_value, sums, d_bias),)
     if in_pieces(problem, tile):  # sums for both dK and dV would not fit the registers beside products in pieces
@@ -65,6 +68,7 @@ def key_gradients(
             order=strided(order, heads),
             group=heads // kv_heads,
             dealt=parts.dealt,
+            split=parts.split,
             BY_GROUP=parts.by_group,
             **(options | dict(v=None) if ds_is_made else options),
         )
@@ -80,19 +84,23 @@ def fill_of(problem: Problem, _d_bias: Tensor | None = None) -> tuple[int, int]:
 
 @triton.jit
 def _key_gradients_kernel(
-    q, k, v, rules, incoming, wanted, order, group, dealt, heads, len_q, len_k, BY_GROUP: tl.constexpr,
+    q, k, v, rules, incoming, wanted, order, group, dealt, split, heads, len_q, len_k, BY_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, INDEX: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N keys of one (batch, key-value head), from a grid of one axis. Walks the group's heads and their queries, or those
-    that are `dealt` to it.
+    that are `dealt` to it, of each head a `split`.
 
     What it stores for each key it stores where the keys lie, or where `order` says. Sums over the queries are those of a head, or BY_GROUP.
     Where dBias holds dS already, no V is given, and dK is the product.
     """
     follow()
     DS_IS_MADE: tl.constexpr = v is None
-    block, number, batch = place_keys(rules, len_k, numbers_of(heads, group, dealt), BLOCK_N)
+    numbers = numbers_of(heads, group, dealt)
+    if split is not None:
+        numbers *= split.count
+    block, number, batch = place_keys(rules, len_k, numbers, BLOCK_N)
+    number, part = split_of(number, split)
     _kv_head, first_head, count = part_of_group(number, group, dealt)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)
@@ -120,6 +128,10 @@ def _key_gradients_kernel(
         if not BY_GROUP:
             sums = tl.full([BLOCK_N], 0.0, tl.float32)
         begin, end, full_end = query_range(rules, seq, cols, BLOCK_M, BLOCK_N)
+        first, last = begin, end
+        if split is not None:  # where there are no lists, so that full_end is end
+            begin, end = steps_of_part(begin, end, part, split.count, BLOCK_M)
+            full_end = end
         following = walk_step(rules, seq, cols, seq.len_q, begin, end, full_end, BLOCK_N, BLOCK_M)
         for FULL in tl.static_range(1 if rules.lists is None else 2):  # blocks of lists of which no pair is hidden come last
             for step in tl.range(end if FULL else begin, full_end if FULL else end, BLOCK_M):
@@ -130,16 +142,17 @@ def _key_gradients_kernel(
                     EDGE=not FULL, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION,
                 )  # fmt: skip
         if rules.lists is None and rules.first is None and rules.ends is None and not DS_IS_MADE:
-            for start in tl.range(0, begin, BLOCK_M):
+            for start in tl.range(0, first, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
-            for start in tl.range(begin + tl.cdiv(end - begin, BLOCK_M) * BLOCK_M, len_q, BLOCK_M):
+            for start in tl.range(first + tl.cdiv(last - first, BLOCK_M) * BLOCK_M, len_q, BLOCK_M):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
         if key_sums is not None and not BY_GROUP:
             store_rows(key_sums, seq, places, sums)
     if key_sums is not None and BY_GROUP:
         store_rows(key_sums, under_part(key_sums, first_seq, dealt), places, sums)
+    first_seq = under_split(first_seq, part, split)
     if d_k is not None:
         store_pieces(d_k, under_part(d_k, first_seq, dealt), places, dims, times(dk, rules.scale))
     if d_v is not None:

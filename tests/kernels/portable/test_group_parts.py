@@ -16,7 +16,7 @@ from dmattn.equivalence import Case, check
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.base.device import processors
 from dmattn.kernels.base.place import ALL_PROGRAMS, place_keys
-from dmattn.kernels.portable import group_parts
+from dmattn.kernels.portable import group_parts, key_grad
 from dmattn.kernels.portable.group_parts import GroupParts
 from dmattn.problem import Problem
 
@@ -41,6 +41,15 @@ CASES = (
         sinks="random",
         softcap=20.0,
     ),
+)
+
+
+SPLIT = (
+    Case("splits-causal", 70, 97, batch=1, heads=2, causal=True, head_dim=40, value_dim=72),
+    Case("splits-window-softcap-sinks", 150, heads=2, window=(40, 20), softcap=5.0, sinks="random"),
+    Case("splits-stored-scores-causal", 130, 133, batch=1, heads=2, bias="1hqk", causal=True),
+    Case("splits-in-pieces", 97, 70, heads=1, head_dim=200, value_dim=136, dropout_p=0.1),
+    Case("splits-group", 70, batch=1, heads=2, kv_heads=1),
 )
 
 
@@ -106,6 +115,43 @@ def dtypes_of(case: Case, device: str) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16, torch.float32]
     both = enumerate((torch.float16, torch.float32))
     return [dtype for _, dtype in few_in_the_interpreter(both, lambda turn, _: CASES.index(case) % 2 == turn)]
+
+
+def splits_of(problem: Problem, programs: int, places: int, key_sums: Any = None, order: Any = None) -> int:
+    return group_parts.count_query_parts(problem, programs, places, key_sums, order)
+
+
+def test_queries_of_few_heads_are_split_in_float32_as_far_as_there_is_room() -> None:
+    few = problem_of(2, 2, 1024, head_dim=256, dtype=torch.float32)
+    assert splits_of(few, 64, 264) == 4
+    assert splits_of(few, 264, 264) == splits_of(few, 300, 264) == splits_of(few, 0, 264) == 1
+    assert splits_of(problem_of(2, 2, 1024, head_dim=256), 64, 264) == 1  # of 16 bits
+    assert splits_of(problem_of(2, 2, 300, head_dim=64, dtype=torch.float32), 10, 264) == 2  # of 128 queries at least
+    assert splits_of(problem_of(2, 2, 2048, head_dim=256, dtype=torch.float32), 64, 264) == 2  # of 8 MiB
+    assert splits_of(problem_of(8, 2, 1024, dtype=torch.float32), 32, 264) == 1  # whose groups are dealt out
+    assert splits_of(few, 64, 264, order=torch.empty((1, 2, 1024))) == splits_of(few, 64, 264, key_sums=torch.empty((1, 2, 1, 1024))) == 1
+    for hidden in (dict(mask="b1qk"), dict(intervals="documents")):
+        assert splits_of(meta(Case("any", 1024, batch=1, heads=2, head_dim=256, **hidden), torch.float32), 64, 264) == 1
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
+def test_splits_are_exact(case: Case, device: str, monkeypatch: pytest.MonkeyPatch, unwritten_shows: None) -> None:
+    made = []
+    counted = group_parts.count_query_parts
+
+    def noted(problem: Problem, programs: int, places: int, *others: object) -> int:
+        made.append(counted(problem, programs, 3 * programs, *others))
+        return made[-1]
+
+    monkeypatch.setattr(group_parts, "QUERIES_OF_A_PART", 16)
+    monkeypatch.setattr(group_parts, "QUERIES_OF_FLOATS", 1 << 20)  # else a group is dealt out
+    monkeypatch.setattr(group_parts, "QUERIES_OF_SMALL", 1 << 20)
+    monkeypatch.setattr(key_grad, "count_query_parts", noted)
+    failed = [str(verdict) for verdict in check(case, torch.float32, device) if not verdict.passed]
+    assert not failed, failed
+    if device == "cuda" or interpreting():
+        assert made
+        assert set(made) == {3}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
