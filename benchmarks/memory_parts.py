@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any, NamedTuple
 
-from benchmarks.workers import MEMORY_SHARE, Record, Worker, ask, serve
+from benchmarks.workers import MEMORY_SHARE, Record, Worker, ask
 
 PART_SECONDS = 150.0  # of one part, which may compile for each of its contenders
 FULL = "out of memory"
@@ -131,7 +131,7 @@ def _worker(settings: Settings) -> Iterator[Callable[[], Worker]]:
 
     def current() -> Worker:
         if not started or started[-1].ended:
-            started.append(Worker(asdict(settings), module="benchmarks.memory_parts"))
+            started.append(Worker(asdict(settings), made="benchmarks.memory_parts:Measuring"))
         return started[-1]
 
     try:
@@ -163,7 +163,3 @@ class Measuring:
         """What is found of a part."""
         name, contenders, lengths = part
         return {"found": measured(Part(name, tuple(contenders), tuple(lengths)), self.settings)}
-
-
-if __name__ == "__main__":
-    serve(Measuring)

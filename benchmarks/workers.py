@@ -1,10 +1,10 @@
 """A process for each workload, so that many compile at once while one is measured alone.
 
-A worker prepares its workload: it calls every contender once, which compiles its kernels, and judges ours. Its part of the GPU's memory is
-limited then. Afterwards it waits, with all that was compiled and no tensors but masks, until it is told to measure. All contenders of a
-workload run in its one process. Each of a worker's answers is a line of JSON, and so is each contender's name before its turn. Thus a
-contender that ends the process, breaks the device or takes too long is known: in preparing another process does without it, in measuring those
-before it keep their times.
+A worker is forked (benchmarks/forked.py). It prepares its workload: it calls every contender once, which compiles its kernels, and judges ours.
+Its part of the GPU's memory is limited then. Afterwards it waits, with all that was compiled and no tensors but masks, until it is told to
+measure. All contenders of a workload run in its one process. Each of a worker's answers is a line of JSON, and so is each contender's name
+before its turn. Thus a contender that ends the process, breaks the device or takes too long is known: in preparing another process does without
+it, in measuring those before it keep their times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import gc
 import json
 import os
 import select
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,9 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.forked import ROOT, Forked
 from benchmarks.workloads import Workload
 
-ROOT = Path(__file__).resolve().parents[1]
 Record = dict[str, Any]
 MOST_LIVE = 32  # processes that wait with compiled kernels, each with a CUDA context of half a GiB and up to two GiB of the host's memory
 PREPARE_SECONDS = 120.0  # of one process; a row takes a processor about a minute
@@ -64,20 +63,18 @@ class Broken(RuntimeError):
 
 
 class Worker:
-    """A process that answers requests, of a module that calls :func:`serve`, with what it is given there."""
+    """A process that answers requests by the methods of what it makes, a class as "module:name", with what it is given."""
 
-    def __init__(self, given: Record, module: str = "benchmarks.workers", package: str | None = None) -> None:
+    def __init__(self, given: Record, made: str = "benchmarks.workers:Row", package: str | None = None) -> None:
         self.log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-        command = [sys.executable, "-m", module, json.dumps(given)]
         paths = [package, str(ROOT), os.environ.get("PYTHONPATH")]
         # one thread each, since there are as many workers as processors; they compile, and compare small results on a CPU
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "PYTHONSAFEPATH": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-        pipe = subprocess.PIPE
         self.peers = given.get("peers", ())
         self.contender: str | None = None  # whose turn it is
         self.found: Record = {}  # records of contenders that were measured
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=self.log, bufsize=0, env=environment, cwd=ROOT)
+        self.process = Forked(made, given, environment, self.log.fileno())
 
     def ask(self, request: Record, seconds: float) -> Record:
         """The answer to one request, which may hold an "error".
@@ -86,8 +83,6 @@ class Worker:
             Died: there is none within that time, and the process was ended.
         """
         end, said = time.monotonic() + seconds, b""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
         self.contender, self.found = None, {}
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -120,8 +115,7 @@ class Worker:
         self.process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout, self.log):
-            if stream is not None:
-                stream.close()
+            stream.close()
 
     def _last_words(self) -> str:
         self.log.seek(0)
@@ -344,26 +338,3 @@ class Row:
         if name not in self.functions:
             self.functions[name] = self.attention_of(name, self.workload, self.tensors)
         return self.functions[name]
-
-
-def serve(make: Callable[[Record, Callable[[Record], None]], Any]) -> None:
-    """Answer requests until there are no more, each by the method of what is made first. Prints of libraries go to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-
-    def say(answer: Record) -> None:
-        print(json.dumps(answer), file=answers, flush=True)
-
-    made: Any = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            made = made or make(json.loads(sys.argv[1]), say)
-            answer = getattr(made, request.pop("do"))(**request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"[:240]}
-        say(answer)
-
-
-if __name__ == "__main__":
-    serve(Row)

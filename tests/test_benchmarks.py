@@ -462,7 +462,7 @@ def test_what_is_too_large_for_a_part_of_the_memory_is_measured_again_alone(memo
     class Process:
         ended = False
 
-        def __init__(self, given, module):
+        def __init__(self, given, made):
             self.most = 1000 if given["memory_share"] < 1 else 4000
             limits.append(given["memory_share"])
 

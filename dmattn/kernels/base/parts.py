@@ -13,8 +13,9 @@ from .layout import Sequence, Span, load_tile, store_tile, strided
 from .overlap import follow
 
 LEAST_ROOM = 4 << 20  # bytes that all parts of dK and dV may take, be keys and values as few as they may
-ROOM_OF_QUERIES = 16 << 20  # the same of out or dQ, where blocks of queries leave processors idle, and of dK and dV where blocks of keys do
-PART_OF_KEYS = 25  # or of what keys and values, or queries, take, one of so many parts
+ROOM_OF_QUERIES = 16 << 20  # the same of out or dQ, where blocks of queries leave processors idle
+ROOM_OF_KEYS = 32 << 20  # of dK and dV in float32, where blocks of keys do
+PART_OF_KEYS = 25  # or of what keys and values take, one of so many parts
 ROWS, COLS = 8, 64  # of a program's tile: small, as results in many parts are small
 
 
@@ -26,16 +27,8 @@ def even_parts(count: int, most: int) -> int:
 
 def room_of_queries(problem: Problem, result: Tensor) -> int:
     """For how many parts of out or dQ there is room."""
-    return _room(problem.key, problem.value) // max(4 * result.numel(), 1)
-
-
-def room_of_keys(problem: Problem) -> int:
-    """For how many parts of dK and dV."""
-    return _room(problem.query) // max(4 * (problem.key.numel() + problem.value.numel()), 1)
-
-
-def _room(*others: Tensor) -> int:
-    return max(ROOM_OF_QUERIES, sum(x.numel() * x.element_size() for x in others) // PART_OF_KEYS)
+    room = max(ROOM_OF_QUERIES, sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) // PART_OF_KEYS)
+    return room // max(4 * result.numel(), 1)
 
 
 def empty_parts(result: Tensor, count: int) -> Tensor:

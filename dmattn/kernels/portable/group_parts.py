@@ -19,7 +19,7 @@ from torch import Tensor
 from ...problem import Problem
 from ..base.key_sums import by_group
 from ..base.layout import Sequence
-from ..base.parts import LEAST_ROOM, empty_parts, even_parts, room_of_keys, sum_parts
+from ..base.parts import LEAST_ROOM, ROOM_OF_KEYS, empty_parts, even_parts, sum_parts
 from ..base.place import hides_by_place_alone
 
 # NVIDIA H200, 2026-11-27, Hopper's kernels: the queries, of all heads of a program, that are worth the memory which its sums take, there and
@@ -35,7 +35,10 @@ QUERIES_OF_FLOATS = 128  # whose products take as much longer
 # ms, in two parts 0.221; with 3.9 rounds of programs two parts were a tenth slower.
 ROUNDS_OF_FLOATS, DIMS_OF_FLOATS = 1.5, 128  # to which two parts of float32, of head dims to that, take three half rounds in place of two
 
-QUERIES_OF_A_PART = 128  # of a head, at least
+# NVIDIA H200, 2026-11-30, float32, backward by one program for the queries of a head, and by parts: (1, 2, 1024 x 1024, 256) 0.644 and in four
+# 0.241 ms, (1, 1, 2048 x 2048, 128) 0.585 and in eight 0.134, (1, 2, 4096 x 300, 128) 1.337 and in 26 0.116. 256 programs, of which 264 run at
+# once, of 1024 causal queries of 64 dims 0.245 and in two 0.217, of 512 queries that see all keys 0.133 and 0.148 (docs/history.md).
+QUERIES_OF_A_PART = 128  # of a head, but of the last, at least
 
 
 class Dealt(NamedTuple):
@@ -79,7 +82,9 @@ def count_query_parts(problem: Problem, programs: int, places: int, key_sums: An
     is_walk = (problem.first, problem.zero, problem.ends_q, key_sums, order) == (None,) * 5 and not problem.is_masked
     if not is_walk or problem.query.dtype.itemsize != 4 or programs == 0 or count_parts(problem, programs, places) > 1:
         return 1
-    return max(1, min(places // programs, problem.query.shape[2] // QUERIES_OF_A_PART, room_of_keys(problem)))
+    room = ROOM_OF_KEYS // (4 * max(1, problem.key.numel() + problem.value.numel()))
+    places *= 2 if hides_by_place_alone(problem) else 1  # then some keys have few queries
+    return max(1, min(places // programs, triton.cdiv(problem.query.shape[2], QUERIES_OF_A_PART), room))
 
 
 class GroupParts:

@@ -124,10 +124,11 @@ def splits_of(problem: Problem, programs: int, places: int, key_sums: Any = None
 def test_queries_of_few_heads_are_split_in_float32_as_far_as_there_is_room() -> None:
     few = problem_of(2, 2, 1024, head_dim=256, dtype=torch.float32)
     assert splits_of(few, 64, 264) == 4
-    assert splits_of(few, 264, 264) == splits_of(few, 300, 264) == splits_of(few, 0, 264) == 1
+    assert splits_of(few, 256, 264) == splits_of(few, 300, 264) == splits_of(few, 0, 264) == 1
+    assert splits_of(problem_of(2, 2, 1024, causal=True, dtype=torch.float32), 256, 264) == 2
     assert splits_of(problem_of(2, 2, 1024, head_dim=256), 64, 264) == 1  # of 16 bits
-    assert splits_of(problem_of(2, 2, 300, head_dim=64, dtype=torch.float32), 10, 264) == 2  # of 128 queries at least
-    assert splits_of(problem_of(2, 2, 2048, head_dim=256, dtype=torch.float32), 64, 264) == 2  # of 8 MiB
+    assert splits_of(problem_of(2, 2, 300, head_dim=64, dtype=torch.float32), 10, 264) == 3  # of 128 queries at least, but of the last
+    assert splits_of(problem_of(4, 4, 2048, head_dim=256, dtype=torch.float32), 64, 264) == 2  # of 16 MiB
     assert splits_of(problem_of(8, 2, 1024, dtype=torch.float32), 32, 264) == 1  # whose groups are dealt out
     assert splits_of(few, 64, 264, order=torch.empty((1, 2, 1024))) == splits_of(few, 64, 264, key_sums=torch.empty((1, 2, 1, 1024))) == 1
     for hidden in (dict(mask="b1qk"), dict(intervals="documents")):
@@ -151,7 +152,7 @@ def test_splits_are_exact(case: Case, device: str, monkeypatch: pytest.MonkeyPat
     assert not failed, failed
     if device == "cuda" or interpreting():
         assert made
-        assert set(made) == {3}
+        assert min(made) >= 3
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
