@@ -32,6 +32,7 @@ _NAMED = (
     "decode_128k",
 )
 _ROWS = (
+    *(_OF_SPEED[name] for name in _NAMED),  # first, as README's table is of them
     # language models, causal
     Workload("plain_d64_causal", 4, 32, 32, 4096, 4096, 64, causal=True),
     Workload("llama1b_16k", 1, 32, 8, 16384, 16384, 64, causal=True, like="Llama 1B"),
@@ -86,6 +87,8 @@ _ROWS = (
     Workload("four_heads_cross_8k", 1, 4, 4, 300, 8192, 64),
     Workload("four_heads_cross_4k_fp32", 1, 4, 4, 512, 4096, 64, dtype="fp32"),
     Workload("two_heads_1k_d256_fp32", 1, 2, 2, 1024, 1024, 256, dtype="fp32"),
+    Workload("one_head_2k_fp32", 1, 1, 1, 2048, 2048, 128, dtype="fp32"),
+    Workload("eight_heads_1k_causal_fp32", 2, 8, 8, 1024, 1024, 64, causal=True, dtype="fp32"),
     Workload("fp32_d64", 2, 16, 16, 2048, 2048, 64, dtype="fp32"),
     Workload("fp32_d128_causal", 1, 16, 16, 2048, 2048, 128, causal=True, dtype="fp32"),
     Workload("fp32_d256", 4, 8, 8, 1024, 1024, 256, dtype="fp32"),
@@ -128,6 +131,8 @@ _ROWS = (
     Workload("bias_query_mask_d24", 128, 8, 8, 200, 200, 24, bias="1hq1", mask="b1qk"),
     Workload("mask_pairs_300_gqa_d32", 32, 24, 4, 300, 300, 32, mask="b1qk"),
     Workload("mask_pairs_heads_d24", 10, 2, 2, 2000, 2000, 24, mask="bhqk"),
+    Workload("mask_own_1025_d32", 68, 3, 3, 1025, 1025, 32, causal=True, mask="bhqk"),
+    Workload("mask_pairs_197", 128, 12, 12, 197, 197, 64, mask="b1qk", like="ViT"),
     Workload("table_mask_197_d32", 256, 12, 12, 197, 197, 32, table=257, mask="1hqk"),
     Workload("table_mask_pairs", 8, 12, 12, 1024, 1024, 64, table=257, mask="b1qk", like="T5"),
     Workload("bias_two_heads_2k", 1, 2, 2, 2048, 2048, 128, bias="bhqk"),
@@ -179,10 +184,11 @@ _ROWS = (
     Workload("decode_4_queries_d256", 4, 8, 4, 4, 16384, 256, causal=True, inference=True),
     Workload("decode_bias_512", 32, 16, 16, 1, 512, 64, bias="1hqk", inference=True, like="T5"),
     Workload("decode_bias_b32_pad", 32, 16, 16, 1, 2048, 64, bias="1hqk", padded=True, inference=True),
+    Workload("decode_bias_300_d96", 2, 4, 1, 1, 300, 96, bias="1hqk", inference=True),
+    Workload("decode_300_d256", 4, 8, 8, 1, 300, 256, inference=True),
     # plain_d128 again, with other inputs
     *(replace(_OF_SPEED["plain_d128"], name=f"plain_d128_{name}", distribution=name) for name in DISTRIBUTIONS),
     Workload("llama1b_2k_trained", 4, 32, 8, 2048, 2048, 64, causal=True, distribution="trained", like="Llama 1B"),
-    *(_OF_SPEED[name] for name in _NAMED),
 )
 MATRIX = tuple(replace(workload, sequence_first=True) for workload in _ROWS)
 
