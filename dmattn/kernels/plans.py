@@ -15,7 +15,7 @@ from ..growing import whole
 from . import hopper_plans
 from .base import tiles
 from .base.tiles import FEW_ROWS, Tile, block_dim
-from .features import EVERY, MASKS, PACKED, PAIR_BIAS, WINDOW
+from .features import DISTANCES, EVERY, MASKS, PACKED, PAIR_BIAS, WINDOW
 from .hopper.backward_sizes import one_pass_sizes
 from .hopper.copies import NARROWEST
 from .hopper.resident import bias as hopper_resident
@@ -142,12 +142,13 @@ def split_keys(traits: Traits) -> Iterator[str]:
     read = portable_split_keys.bytes_of_keys(traits.batch * traits.kv_heads, traits.len_k, traits.head_dim + traits.value_dim, traits.dtype)
     if are_few and is_masked and visible <= _KEYS_WITHOUT_LISTS and not is_packed and read < portable_split_keys.LISTED_BYTES:
         return
-    is_biased = traits.bias is not None
+    is_biased = traits.bias is not None and traits.features.isdisjoint(DISTANCES)
     if is_biased and are_few and seen > 0 and not is_packed and traits.dtype.itemsize == 2 and packing.programs <= traits.processors:
         return
     dims = traits.head_dim, traits.value_dim
     merge = portable_split_keys.keys_of_a_merge(traits.dtype, dims, traits.len_q, packing.programs, is_masked, is_biased)
-    work = portable_split_keys.Work(group, traits.len_q, visible, traits.batch * traits.heads * traits.len_q * traits.value_dim, merge)
+    results, few = traits.batch * traits.heads * traits.len_q * traits.value_dim, portable_split_keys.splits_of_few_keys(visible, dims)
+    work = portable_split_keys.Work(group, traits.len_q, visible, results, few, merge)
     if work.worthwhile(work.most) == 1:
         rows = f"{traits.len_q} queries" + ("" if group == 1 else f" of {group} heads that share keys")
         splits = f"its splits of {seen} visible keys of {rows}"

@@ -38,7 +38,7 @@ ROUNDS_OF_FLOATS, DIMS_OF_FLOATS = 1.5, 128  # to which two parts of float32, of
 # NVIDIA H200, 2026-11-30, float32, backward by one program for the queries of a head, and by parts: (1, 2, 1024 x 1024, 256) 0.644 and in four
 # 0.241 ms, (1, 1, 2048 x 2048, 128) 0.585 and in eight 0.134, (1, 2, 4096 x 300, 128) 1.337 and in 26 0.116. 256 programs, of which 264 run at
 # once, of 1024 causal queries of 64 dims 0.245 and in two 0.217, of 512 queries that see all keys 0.133 and 0.148 (docs/history.md).
-QUERIES_OF_A_PART = 128  # of a head, but of the last, at least
+QUERIES_OF_A_PART = 128  # that see a key, but of the last, at least
 
 
 class Dealt(NamedTuple):
@@ -74,6 +74,12 @@ def count_parts(problem: Problem, programs: int, places: int, order: Tensor | No
     return even_parts(group, min(most, max(seen // least, min(seen // QUERIES_OF_SMALL, room))))
 
 
+def visible_queries(len_q: int, len_k: int, left: int | None, right: int | None) -> int:
+    """How many queries see a key, at most."""
+    seen = len_q if right is None else min(len_q, max(0, len_k + right))
+    return seen if left is None or right is None else min(seen, max(0, left + right + 1))
+
+
 def count_query_parts(problem: Problem, programs: int, places: int, key_sums: Any, order: Tensor | None = None) -> int:
     """Into how many parts the queries of each head are dealt out, where so many `programs` would have all, with `places` for them at once.
 
@@ -84,7 +90,8 @@ def count_query_parts(problem: Problem, programs: int, places: int, key_sums: An
         return 1
     room = ROOM_OF_KEYS // (4 * max(1, problem.key.numel() + problem.value.numel()))
     places *= 2 if hides_by_place_alone(problem) else 1  # then some keys have few queries
-    return max(1, min(places // programs, triton.cdiv(problem.query.shape[2], QUERIES_OF_A_PART), room))
+    seen = visible_queries(problem.query.shape[2], problem.key.shape[2], problem.left, problem.right)
+    return max(1, min(places // programs, triton.cdiv(seen, QUERIES_OF_A_PART), room))
 
 
 class GroupParts:

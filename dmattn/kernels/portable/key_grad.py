@@ -142,10 +142,13 @@ def _key_gradients_kernel(
                     EDGE=not FULL, DS_IS_MADE=DS_IS_MADE, PRECISION=PRECISION,
                 )  # fmt: skip
         if rules.lists is None and rules.first is None and rules.ends is None and not DS_IS_MADE:
-            for start in tl.range(0, first, BLOCK_M):
+            stride = BLOCK_M  # of what is dealt out as well
+            if split is not None:
+                stride *= split.count
+            for start in tl.range(part * BLOCK_M, first, stride):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
-            for start in tl.range(first + tl.cdiv(last - first, BLOCK_M) * BLOCK_M, len_q, BLOCK_M):
+            for start in tl.range(first + (tl.cdiv(last - first, BLOCK_M) + part) * BLOCK_M, len_q, stride):
                 rows = Span(start, tl.arange(0, BLOCK_M).to(INDEX), len_q)
                 store_zeros(d_bias, seq, rows, cols, BLOCK_M, BLOCK_N)
         if key_sums is not None and not BY_GROUP:

@@ -58,7 +58,7 @@ LEAST_KEYS = 256  # of a split: its program has a few tiles to load ahead
 # NVIDIA H200, 2026-11-28: (1, 32 on 8, 4 x 777, 96) 0.0259 ms unsplit, 0.0127 in 6 splits, 0.0112 in 12; (1, 8 on 1, 4 x 1500, 128) 0.0315 and
 # 0.0106. Results of so few bytes are merged in 2 microseconds, in which a program reads about 250 keys (docs/history.md).
 FEW_BYTES = 1 << 20  # of all parts
-KEYS_OF_FEW = 64  # of a split then, at least, but of the last
+KEYS_OF_FEW = 64  # of a split then, at least; where tiles have no more, but for the last
 QUERIES_OF_FEW = 64  # of a head, at most: more are Hopper's kernel's
 # Fewer that a program has to read for splits to pay; twice as many for parts of FEW_BYTES. By (2, 20, 1 x 300, 128), padded, 0.0205 unsplit and
 # 0.0137 in 4 splits; without a mask and with fewer bytes in `few_queries_few_keys_nvidia_h200.json`. Of 300 keys, 2026-11-30,
@@ -116,6 +116,7 @@ class Work(NamedTuple):
     len_q: int
     visible: int  # `visible_keys`, as plans count them
     results: int  # elements of out
+    few: int  # `splits_of_few_keys`
     merge: int  # `keys_of_a_merge`
 
     @property
@@ -123,13 +124,18 @@ class Work(NamedTuple):
         """The most splits. Each has LEAST_KEYS and what KEYS_PER_ROW says; or fewer where all parts of few queries take few bytes."""
         few = FEW_BYTES // max(4 * self.results, 1) if self.len_q <= QUERIES_OF_FEW else 0
         least = max(LEAST_KEYS, KEYS_PER_ROW * self.group * self.len_q)
-        return min(max(self.visible // least, min(triton.cdiv(self.visible, KEYS_OF_FEW), few), 1), MOST_SPLITS)
+        return min(max(self.visible // least, min(self.few, few), 1), MOST_SPLITS)
 
     def worthwhile(self, splits: int) -> int:
         """So many, or the most below that save more than merging them takes."""
         while splits > 1 and self.visible - self.visible // splits < self.merge * (1 + min(4 * splits * self.results / FEW_BYTES, 1)):
             splits -= 1
         return splits
+
+
+def splits_of_few_keys(visible: int, dims: tuple[int, int]) -> int:
+    """The most splits where their parts take few bytes. Head dims are those of keys and values; tiles of narrow ones have more keys."""
+    return visible // KEYS_OF_FEW if max(dims) <= NARROW_DIMS else triton.cdiv(visible, KEYS_OF_FEW)
 
 
 def keys_of_a_merge(dtype: torch.dtype, dims: tuple[int, int], len_q: int, programs: int, is_masked: bool, is_biased: bool) -> int:
@@ -165,9 +171,9 @@ def plan_of(problem: Problem) -> Plan:
     read = visible * (problem.key.shape[3] + problem.value.shape[3]) * problem.key.element_size()
     if packing.programs >= MOST_PROCESSORS * count and read <= BYTES_OF_ONE and not differs:
         fill = 1
-    dims, is_biased = (problem.key.shape[3], problem.value.shape[3]), problem.bias is not None
+    dims, is_biased = (problem.key.shape[3], problem.value.shape[3]), problem.bias is not None and problem.zero is None
     merge = keys_of_a_merge(problem.query.dtype, dims, len_q, packing.programs, problem.is_masked, is_biased)
-    work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * dims[1], merge)
+    work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * dims[1], splits_of_few_keys(visible, dims), merge)
     splits, tile = work.worthwhile(max(1, min(fill, work.most))), limits._replace(block_m=packing.rows)
     if packing.rows == FEW_ROWS and not differs and packing.programs > PROGRAMS_PER_PROCESSOR * count:
         tile = _lighter(tile, packing.programs / count, problem) if _is_timed(limits, problem) else tile

@@ -47,7 +47,8 @@ CASES = (
 SPLIT = (
     Case("splits-causal", 70, 97, batch=1, heads=2, causal=True, head_dim=40, value_dim=72),
     Case("splits-window-softcap-sinks", 150, heads=2, window=(40, 20), softcap=5.0, sinks="random"),
-    Case("splits-stored-scores-causal", 130, 133, batch=1, heads=2, bias="1hqk", causal=True),
+    Case("splits-stored-scores-causal", 330, 133, batch=1, heads=2, bias="1hqk", causal=True),
+    Case("splits-stored-scores-window", 330, 333, batch=1, heads=2, bias="1hqk", window=(150, 20)),
     Case("splits-in-pieces", 97, 70, heads=1, head_dim=200, value_dim=136, dropout_p=0.1),
     Case("splits-group", 70, batch=1, heads=2, kv_heads=1),
 )
@@ -131,6 +132,14 @@ def test_queries_of_few_heads_are_split_in_float32_as_far_as_there_is_room() -> 
     assert splits_of(problem_of(4, 4, 2048, head_dim=256, dtype=torch.float32), 64, 264) == 2  # of 16 MiB
     assert splits_of(problem_of(8, 2, 1024, dtype=torch.float32), 32, 264) == 1  # whose groups are dealt out
     assert splits_of(few, 64, 264, order=torch.empty((1, 2, 1024))) == splits_of(few, 64, 264, key_sums=torch.empty((1, 2, 1, 1024))) == 1
+    assert splits_of(problem_of(1, 1, 4096, dtype=torch.float32), 1, 264) == 16  # for which there is room
+
+    def seen(len_q: int, len_k: int, **rules: Any) -> int:
+        return splits_of(meta(Case("any", len_q, len_k, batch=1, heads=1, head_dim=64, **rules), torch.float32), 1, 264)
+
+    assert seen(4096, 300, causal=True) == 3  # the last 300 queries see keys
+    assert seen(65536, 64, window=(32, 32)) == 1
+    assert seen(8192, 2048, window=(128, 0)) == 2
     for hidden in (dict(mask="b1qk"), dict(intervals="documents")):
         assert splits_of(meta(Case("any", 1024, batch=1, heads=2, head_dim=256, **hidden), torch.float32), 64, 264) == 1
 

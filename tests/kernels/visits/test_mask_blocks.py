@@ -22,6 +22,7 @@ from dmattn.states import ATTENDED, GRANULE, HIDDEN, states_shape
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from dmattn.kernels import hopper_plans, run
+from dmattn.kernels.visits import mask_blocks
 
 KERNELS = [
     pytest.param("cpu", marks=pytest.mark.skipif(not interpreting(), reason="the PyTorch path has no blocks")),
@@ -94,6 +95,34 @@ def test_states_are_those_of_the_mask(name: str, device: str) -> None:
     states = torch.full(states_shape(mask), 0xFF, dtype=torch.uint8, device=device)
     scan(mask, states)
     assert torch.equal(states.cpu(), block_states(mask.cpu(), GRANULE, GRANULE).to(torch.uint8))
+
+
+@pytest.mark.skipif(not interpreting(), reason="watches loads of Triton's interpreter")
+@pytest.mark.parametrize("place", [0, 1, 16, 31])
+@pytest.mark.parametrize("row", [0, 1, 197, 224])
+def test_rows_that_begin_anywhere_are_read_in_words_within_the_mask(row: int, place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    shape, strides = (1, 3, 260, 197), (0, 259 * row + 197, row, 1)
+    count = 3 * strides[1]
+    memory = torch.rand(count + 64, generator=torch.Generator().manual_seed(row)) < 0.3
+    mask = memory[place : place + count].as_strided(shape, strides, place)
+    first, last = mask.data_ptr(), mask.data_ptr() + count
+    load, words = InterpreterBuilder.create_masked_load, []
+
+    def watched(builder, pointers, real, *others):
+        read, size = pointers.data[real.data.astype(bool)], pointers.get_element_ty().primitive_bitwidth // 8
+        if read.size:
+            assert first <= read.min()
+            assert read.max() + size <= last
+            words.extend([size] * read.size)
+        return load(builder, pointers, real, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", watched)
+    states, bits = torch.empty(states_shape(mask), dtype=torch.uint8), mask_blocks.empty_bits(mask)
+    mask_blocks.scan(mask, states, bits)
+    assert states.equal(block_states(mask, GRANULE, GRANULE).to(torch.uint8))
+    assert {1, 4} <= set(words)
 
 
 @pytest.mark.parametrize("device", KERNELS)
