@@ -127,6 +127,18 @@ class Call:
             found += [_of_parts(few, None, d_query[part], "portable: d_query of d_bias")[0] for part, few in in_parts(problem)]
         return max(found)
 
+    def query_parts(self, choices: tuple[Choice, ...]) -> int:
+        """Into how many parts the queries of each block of keys are split for dK and dV."""
+        from .kernels.base.leading import flattened
+        from .kernels.portable.stored_scores import in_parts
+
+        problem = flattened(self.problem)[0]
+        found = [1, *(_of_query_parts(problem, choice) for choice in choices)]
+        for choice in choices:
+            if choice.row.name == "portable, dS stored":
+                found += [_of_query_parts(few, _as_keys(choice)) for _, few in in_parts(problem)]
+        return max(found)
+
     def _of_kernels(self, name: str, choices: tuple[Choice, ...]) -> tuple[int, dict[str, bool]]:
         problem = self.problem
         if not choices:
@@ -190,14 +202,11 @@ class Call:
         from .kernels.hopper import key_grad as hopper_key_grad
         from .kernels.hopper import key_grad_intervals
         from .kernels.portable import key_grad
-        from .kernels.portable.group_parts import count_parts, count_query_parts
+        from .kernels.portable.group_parts import count_parts
 
         kernels = key_grad if name.startswith("portable") else key_grad_intervals if name.endswith("by intervals") else hopper_key_grad
         programs, places = kernels.fill_of(problem, d_bias if "d_bias of pairs" in choice.makes else None)
-        parts = count_parts(problem, programs, places, problem.order)
-        if kernels is key_grad:
-            sums = d_bias if "d_bias of keys" in choice.makes else None
-            parts *= count_query_parts(problem, programs, places, sums, problem.order)
+        parts = count_parts(problem, programs, places, problem.order) * _of_query_parts(problem, choice)
         results = [x for key, x in (("d_key", problem.key), ("d_value", problem.value)) if key in choice.makes]
         if "d_bias of keys" in choice.makes and d_bias.shape[:2] == problem.key.shape[:2] and d_bias.shape[1] < problem.query.shape[1]:
             results.append(d_bias)
@@ -210,10 +219,9 @@ class Call:
         (batch, heads, len_q, _), len_k = problem.query.shape, problem.key.shape[2]
         entries = entries_at_once(batch, heads, len_q, len_k)
         total = 4 * entries * heads * len_q * len_k
-        as_keys = choice._replace(row=choice.row._replace(name="portable: d_key"))
         for part, few in in_parts(problem):
             total += _of_parts(few, None, d_query[part], "portable: d_query of d_bias")[1]
-            total += self._of_group_parts(few, as_keys, None if d_bias is None else d_bias[part])
+            total += self._of_group_parts(few, _as_keys(choice), None if d_bias is None else d_bias[part])
         if "d_bias of pairs, shared" in choice.makes:
             total += 4 * d_bias.numel() * (2 if entries < batch and d_bias.shape[0] == 1 else 1)  # the total, and the sum of a part
         return total
@@ -232,6 +240,21 @@ class Call:
         query, key = self.problem.query, self.problem.key
         some = name == "forward" or self.gradients.query is not None or self.gradients.key is not None
         return some and (query.ndim != 4 or not (query.numel() and key.numel()))
+
+
+def _as_keys(choice: Choice) -> Choice:
+    """The choice of a kernel that makes dK and dV for another row."""
+    return choice._replace(row=choice.row._replace(name="portable: d_key"))
+
+
+def _of_query_parts(problem: Problem, choice: Choice) -> int:
+    """Into how many parts a choice splits the queries of each block of keys for dK and dV."""
+    if not choice.row.name.startswith("portable: d_key"):
+        return 1
+    from .kernels.portable.group_parts import count_query_parts
+    from .kernels.portable.key_grad import fill_of
+
+    return count_query_parts(problem, *fill_of(problem), "d_bias of keys" in choice.makes or None, problem.order)
 
 
 def _of_parts(problem: Problem, out: Any, d_query: Any, row: str) -> tuple[int, int]:

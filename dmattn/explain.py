@@ -56,7 +56,8 @@ class Pass(NamedTuple):
     hides are left out. The values of a mask are not read: where `is_masked`, `flops`, `bytes` and `seconds` are those of a mask that
     hides nothing, and one that hides pairs may take less. Where a pass works on an aligned copy of the bias, or of
     dBias, `copies` are what keeps the copy engine from the original: who removes these reasons saves the copy. Where blocks of queries would
-    leave processors idle, the keys of each are split into `parts`, each for a program of its own.
+    leave processors idle, the keys of each are split into `parts`, each for a program of its own. Where blocks of keys would, the queries of
+    each are split into `query_parts`, for dK and dV in float32.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Pass(NamedTuple):
     is_masked: bool
     copies: tuple[str, ...] = ()
     parts: int = 1
+    query_parts: int = 1
 
     def __str__(self) -> str:
         reasons: dict[str, list[str]] = {}
@@ -93,6 +95,7 @@ class Pass(NamedTuple):
                     for line in (f"  not {', '.join(rows)}:", *(f"    {one}" for one in reason.split("; ")))
                 ),
                 *([f"  keys of each block of queries: in {self.parts} parts"] if self.parts > 1 else []),
+                *([f"  queries of each block of keys: in {self.query_parts} parts"] if self.query_parts > 1 else []),
                 f"  memory beyond inputs and results: {memory}",
                 f"  products: {_operations(self.flops)}; inputs and results: {_scaled(self.bytes)}",
                 f"  time at the peak: {seconds}",
@@ -215,11 +218,12 @@ def _by_rows(call: Call, name: str, choices: tuple[Choice, ...], peak: Peak | No
     of_target = [(choice.traits.family, choice.traits.processors) for choice in choices[:1]]
     with rehearsed_for(*of_target[0]) if of_target else nullcontext():
         memory, parts = call.memory(name, choices), call.parts(name, choices)
+        query_parts = 1 if name == "forward" else call.query_parts(choices)
     refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
     flops = sum(call.products(choice.makes, choice.row.reads) for choice in choices)
     rows = tuple((choice.row.name, _results(choice.makes)) for choice in choices)
     copies = tuple(reason for _, reason in choices[0].traits.aligned) if choices else ()
-    return _costing(call, name, rows, tuple(refusals), memory, flops, peak)._replace(copies=copies, parts=parts)
+    return _costing(call, name, rows, tuple(refusals), memory, flops, peak)._replace(copies=copies, parts=parts, query_parts=query_parts)
 
 
 def _by_pytorch(call: Call, name: str, row: str, peak: Peak | None) -> Pass:

@@ -319,6 +319,22 @@ def test_parts_are_those_of_keys_that_are_split(query: tuple, key: tuple, dtype:
         assert (f"keys of each block of queries: in {each.parts} parts" in str(each)) == (each.parts > 1)
 
 
+@pytest.mark.parametrize(
+    ("query", "dtype", "causal", "parts"),
+    [
+        ((1, 2, 1024, 256), torch.float32, False, 8),
+        ((1, 2, 1024, 128), torch.float32, True, 8),  # by the kernel that stores dS
+        ((1, 2, 1024, 256), BF16, False, 1),
+        ((4, 16, 1024, 64), torch.float32, False, 1),
+    ],
+    ids=str,
+)
+def test_query_parts_are_those_of_queries_that_are_split(query: tuple, dtype: torch.dtype, causal: bool, parts: int) -> None:
+    forward, backward = explain(*(empty(*query, dtype=dtype) for _ in range(3)), causal=causal, target="sm_90", processors=132).passes
+    assert (forward.query_parts, backward.query_parts) == (1, parts)
+    assert (f"queries of each block of keys: in {parts} parts" in str(backward)) == (parts > 1)
+
+
 @not_interpreted
 def test_a_cpu_has_the_kernel_of_pytorch_where_that_is_exact() -> None:
     query = torch.randn(2, 4, 32, 16)
