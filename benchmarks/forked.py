@@ -44,24 +44,42 @@ WITHOUT_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # how PyTorch answers mod
 VERSIONS = 2  # of the package, which are measured beside each other
 
 
+class Ended(RuntimeError):
+    """The process that forks others does not answer any more, or cannot fork."""
+
+
 class Forked:
     """A process that serves what `made` names, as "module:name", with the given arguments. Its methods are those of ``subprocess.Popen``."""
 
     def __init__(self, made: str, given: Any, environment: dict[str, str], stderr: int) -> None:
         with _starting:
-            self._server = _server(tuple(sorted(environment.items())))
+            kept = tuple(sorted(environment.items()))
+            if _server(kept).has_ended:
+                _server.cache_clear()
+            self._server = _server(kept)
         reading, requests = os.pipe()
         answers, writing = os.pipe()
         self.stdin, self.stdout = os.fdopen(requests, "wb", 0), os.fdopen(answers, "rb", 0)
-        self.pid = self._server.ask([made, given], (reading, writing, stderr))
-        os.close(reading)
-        os.close(writing)
+        try:
+            self.pid = self._server.ask([made, given], (reading, writing, stderr))
+        except Ended:
+            self.stdin.close()
+            self.stdout.close()
+            raise
+        finally:
+            os.close(reading)
+            os.close(writing)
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code, negative after a signal; None while it runs."""
+        """The exit code, negative after a signal; None while it runs. It runs no longer than its server."""
         if self.returncode is None:
-            self.returncode = self._server.ask(self.pid)
+            try:
+                self.returncode = self._server.ask(self.pid)
+            except Ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+                self.returncode = -signal.SIGKILL
         return self.returncode
 
     def wait(self) -> int:
@@ -87,14 +105,25 @@ class _Server:
             process = subprocess.Popen(command, stdin=theirs, stdout=2, env=environment | WITHOUT_CUDA, cwd=ROOT)
         weakref.finalize(self, _end, self._channel, process)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has once given no answer, so that the next would be that to another request."""
+        return self._channel.fileno() < 0
+
     def ask(self, request: Any, files: Sequence[int] = ()) -> Any:
         """Its answer: of [made, given], with the files for standard input, output and error, the process; of a process, the exit code."""
-        with self._one_at_a_time, contextlib.suppress(ConnectionError):
-            socket.send_fds(self._channel, [json.dumps(request).encode()], files)
-            answer = self._channel.recv(1 << 10)
-            if answer:
-                return json.loads(answer)
-        raise RuntimeError("the process that forks others has ended")
+        with self._one_at_a_time:
+            answer = b""
+            with contextlib.suppress(OSError):  # no answer in the time is one, too
+                socket.send_fds(self._channel, [json.dumps(request).encode()], files)
+                answer = self._channel.recv(1 << 10)
+            if not answer:
+                self._channel.close()
+                raise Ended("the process that forks others has ended, or gives no answer")
+        said = json.loads(answer)
+        if isinstance(said, str):
+            raise Ended(said)
+        return said
 
 
 def _end(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -134,32 +163,42 @@ def main() -> None:
 def _fork_when_asked(channel: socket.socket) -> Any:
     """What a forked process is to serve; None once there is nobody to ask, and everything forked was ended."""
     running: set[int] = set()
-    with contextlib.suppress(ConnectionError):  # nobody waits for the answer
+    try:
         while True:
             request, files, *_ = socket.recv_fds(channel, 1 << 16, 3)
             if not request:
-                break
+                return None
             asked = json.loads(request)
-            if isinstance(asked, int):
-                ended, status = os.waitpid(asked, os.WNOHANG)
-                running.discard(ended)
-                answer = os.waitstatus_to_exitcode(status) if ended else None
-            else:
-                answer = os.fork()
-                if not answer:
-                    channel.close()
-                    for number, file in enumerate(files):
-                        os.dup2(file, number)
-                        os.close(file)
-                    signal.signal(signal.SIGINT, signal.default_int_handler)
-                    return asked
-                running.add(answer)
-                for file in files:
+            answer: Any = None
+            try:
+                if isinstance(asked, int):
+                    ended, status = os.waitpid(asked, os.WNOHANG)
+                    running.discard(ended)
+                    answer = os.waitstatus_to_exitcode(status) if ended else None
+                else:
+                    answer = os.fork()
+            except OSError as error:
+                answer = f"{type(error).__name__}: {error}"
+            if answer == 0 and not isinstance(asked, int):
+                running.clear()  # which are not its own
+                channel.close()
+                for number, file in enumerate(files):
+                    os.dup2(file, number)
                     os.close(file)
+                for name in WITHOUT_CUDA:
+                    os.environ.pop(name)
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                return asked
+            if isinstance(answer, int) and not isinstance(asked, int):
+                running.add(answer)
+            for file in files:
+                os.close(file)
             channel.send(json.dumps(answer).encode())
-    for process in running:
-        os.kill(process, signal.SIGKILL)
-    return None
+    except ConnectionError:  # nobody waits for the answer
+        return None
+    finally:
+        for process in running:
+            os.kill(process, signal.SIGKILL)
 
 
 def serve(make: Callable[[Any, Callable[[Any], None]], Any], given: dict[str, Any]) -> None:

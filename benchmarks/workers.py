@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.forked import ROOT, Forked
+from benchmarks.forked import ROOT, Ended, Forked
 from benchmarks.workloads import Workload
 
 Record = dict[str, Any]
@@ -177,7 +177,10 @@ def _prepared(workload: Workload, settings: Settings, last: float) -> tuple[Work
         seconds = min(PREPARE_SECONDS, last - time.monotonic())
         if seconds <= 1:
             return NOT_REACHED, {}
-        worker = of_row(workload.name, replace(settings, peers=[name for name in settings.peers if name not in without]))
+        try:
+            worker = of_row(workload.name, replace(settings, peers=[name for name in settings.peers if name not in without]))
+        except Ended as ended:
+            return str(ended), {"error": str(ended)}
         answer = ask(worker, {"do": "prepare"}, seconds)
         broken = answer.get("broken", worker.contender if worker.ended else None)
         if broken is None:

@@ -108,14 +108,37 @@ def test_a_worker_has_what_a_row_imports_before_it_begins(workers):
         assert second.process.returncode == -signal.SIGKILL
 
 
+def test_a_server_that_ends_takes_its_workers_along_and_has_a_successor(workers):
+    forked = importlib.import_module("benchmarks.forked")
+    with contextlib.closing(workers.Worker({"number": 0}, made="probe:Probe")) as worker:
+        server = int(_status(worker.process.pid)[1])
+        os.kill(server, signal.SIGKILL)
+        assert worker.process.wait() == -signal.SIGKILL
+    wait_until_all_end(worker.process.pid)
+    with contextlib.closing(workers.Worker({"number": 1}, made="probe:Probe")) as worker:
+        assert worker.ask({"do": "look"}, 60)["given"] == {"number": 1}
+        channel = worker.process._server._channel
+        channel.settimeout(1e-6)  # an answer that comes later than this is not taken for that to the next request
+        with contextlib.suppress(forked.Ended):
+            while True:
+                worker.process._server.ask(worker.process.pid)
+        assert worker.process._server.has_ended
+        assert worker.process.poll() == -signal.SIGKILL
+
+
 def test_all_processes_end_with_the_one_that_started_them(workers):
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, cwd=ROOT) as process:
         busy, waiting = json.loads(process.stdout.readline())
         others = int(_status(busy)[1]), busy, waiting
         assert all(map(_runs, others))
         process.kill()
+    wait_until_all_end(*others)
+
+
+def wait_until_all_end(*processes: int) -> None:
+    """Or fail, if one does not."""
     end = time.monotonic() + 30
-    while any(map(_runs, others)):
+    while any(map(_runs, processes)):
         assert time.monotonic() < end
         time.sleep(0.01)
 
