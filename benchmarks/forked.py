@@ -8,7 +8,6 @@ ends with the process that has started it, and then ends all that it has forked.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import importlib
 import json
@@ -53,10 +52,7 @@ class Forked:
 
     def __init__(self, made: str, given: Any, environment: dict[str, str], stderr: int) -> None:
         with _starting:
-            kept = tuple(sorted(environment.items()))
-            if _server(kept).has_ended:
-                _server.cache_clear()
-            self._server = _server(kept)
+            self._server = _server(environment)
         reading, requests = os.pipe()
         answers, writing = os.pipe()
         self.stdin, self.stdout = os.fdopen(requests, "wb", 0), os.fdopen(answers, "rb", 0)
@@ -70,14 +66,16 @@ class Forked:
             os.close(reading)
             os.close(writing)
         self.returncode: int | None = None
+        self.is_left_alone = False  # by its server, which has ended
 
     def poll(self) -> int | None:
-        """The exit code, negative after a signal; None while it runs. It runs no longer than its server."""
+        """The exit code, negative after a signal; None while it runs. One that is asked for after the end of its server is ended."""
         if self.returncode is None:
             try:
                 self.returncode = self._server.ask(self.pid)
             except Ended:
-                with contextlib.suppress(ProcessLookupError):
+                self.is_left_alone = True
+                with contextlib.suppress(OSError):
                     os.kill(self.pid, signal.SIGKILL)
                 self.returncode = -signal.SIGKILL
         return self.returncode
@@ -90,7 +88,7 @@ class Forked:
         return self.returncode
 
     def kill(self) -> None:
-        """End it. Nothing else has its number, which the server keeps until it was told how the process ended."""
+        """End it. Nothing else has its number, as long as there is its server, which keeps it until it was told how the process ended."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
@@ -114,12 +112,16 @@ class _Server:
         """Its answer: of [made, given], with the files for standard input, output and error, the process; of a process, the exit code."""
         with self._one_at_a_time:
             answer = b""
-            with contextlib.suppress(OSError):  # no answer in the time is one, too
+            try:
                 socket.send_fds(self._channel, [json.dumps(request).encode()], files)
                 answer = self._channel.recv(1 << 10)
+            except OSError as error:  # a time out is one, too
+                raise Ended(f"the process that forks others gives no answer: {error}") from None
+            finally:
+                if not answer:
+                    self._channel.close()
             if not answer:
-                self._channel.close()
-                raise Ended("the process that forks others has ended, or gives no answer")
+                raise Ended("the process that forks others has ended")
         said = json.loads(answer)
         if isinstance(said, str):
             raise Ended(said)
@@ -130,16 +132,24 @@ def _end(channel: socket.socket, process: subprocess.Popen[bytes]) -> None:
     channel.close()
     try:
         process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:  # it imports, and has forked nothing
+    except subprocess.TimeoutExpired:  # it imports, most likely, and has forked nothing
         process.kill()
 
 
 _starting = Lock()
+_servers: dict[str, _Server] = {}  # by environment
 
 
-@functools.lru_cache(VERSIONS)
-def _server(environment: tuple[tuple[str, str], ...]) -> _Server:
-    return _Server(dict(environment))
+def _server(environment: dict[str, str]) -> _Server:
+    """That of an environment. Another is started where it has ended."""
+    key = json.dumps(environment, sort_keys=True)
+    if key in _servers and _servers[key].has_ended:
+        del _servers[key]
+    if key not in _servers:
+        while len(_servers) >= VERSIONS:
+            del _servers[next(iter(_servers))]
+        _servers[key] = _Server(environment)
+    return _servers[key]
 
 
 def main() -> None:

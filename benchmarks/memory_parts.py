@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock
 from typing import Any, NamedTuple
 
+from benchmarks.forked import Ended
 from benchmarks.workers import MEMORY_SHARE, Record, Worker, ask
 
 PART_SECONDS = 150.0  # of one part, which may compile for each of its contenders
@@ -111,7 +112,10 @@ def _side_by_side(parts: Sequence[Part], settings: Settings, jobs: int, deadline
                 except Empty:
                     return
                 seconds = min(PART_SECONDS, deadline - time.monotonic())
-                answer = ask(current(), {"do": "measure", "part": part}, seconds) if seconds > 0 else None
+                try:
+                    answer = ask(current(), {"do": "measure", "part": part}, seconds) if seconds > 0 else None
+                except Ended as ended:
+                    answer = {"error": str(ended)}
                 with one_at_a_time:
                     if answer is None:
                         left.append(part)

@@ -33,6 +33,7 @@ PREPARE_SECONDS = 120.0  # of one process; a row takes a processor about a minut
 WAVE_SECONDS, ROW_SECONDS = 60.0, 4.0  # what as many rows as there are jobs take to prepare, and one row to measure, about
 MEMORY_SHARE = 0.85  # of the GPU's, for all processes that prepare
 NOT_REACHED = "not reached in the time"
+LEFT_ALONE = "the process that forks others has ended"
 BUDGET_MS, MOST_RUNS = 120.0, 20  # of one pass of one contender
 WARMING_SECONDS = 0.2  # of products before a row is measured, as an idle GPU has lower clocks
 PAIRED_BUDGET_MS, PAIRED_RUNS = 40.0, 10  # of one turn of a pass, of which the median counts
@@ -182,9 +183,13 @@ def _prepared(workload: Workload, settings: Settings, last: float) -> tuple[Work
         except Ended as ended:
             return str(ended), {"error": str(ended)}
         answer = ask(worker, {"do": "prepare"}, seconds)
-        broken = answer.get("broken", worker.contender if worker.ended else None)
+        has_ended = worker.ended
+        if worker.process.is_left_alone:
+            worker.close()
+            return LEFT_ALONE, {"error": LEFT_ALONE}
+        broken = answer.get("broken", worker.contender if has_ended else None)
         if broken is None:
-            return (answer["error"] if worker.ended else worker), {**answer, "without": without}
+            return (answer["error"] if has_ended else worker), {**answer, "without": without}
         worker.close()
         if broken not in settings.peers:
             return answer["error"], answer

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(interpreting(), reason="the scripts are the same
 
 ROOT = Path(__file__).resolve().parents[1]
 PROBE = """
-import os, sys, time
+import os, signal, sys, time
 there = sorted(sys.modules)
 import torch
 from benchmarks.matrix_rows import row_of
@@ -46,6 +46,11 @@ class Probe:
 
     def hang(self):
         time.sleep(600)
+
+    def prepare(self):
+        self.say({"turn": "a peer", "found": {}})
+        os.kill(os.getppid(), signal.SIGKILL)
+        return {"judged": None}
 """
 KILLED = """
 import json, os, time
@@ -118,12 +123,21 @@ def test_a_server_that_ends_takes_its_workers_along_and_has_a_successor(workers)
     with contextlib.closing(workers.Worker({"number": 1}, made="probe:Probe")) as worker:
         assert worker.ask({"do": "look"}, 60)["given"] == {"number": 1}
         channel = worker.process._server._channel
-        channel.settimeout(1e-6)  # an answer that comes later than this is not taken for that to the next request
+        channel.settimeout(0)  # an answer that comes later is not taken for that to the next request
         with contextlib.suppress(forked.Ended):
-            while True:
+            for _ in range(1000):
                 worker.process._server.ask(worker.process.pid)
         assert worker.process._server.has_ended
         assert worker.process.poll() == -signal.SIGKILL
+
+
+def test_a_row_whose_server_ends_fails_alone_and_blames_no_peer(workers, monkeypatch):
+    rows = importlib.import_module("benchmarks.matrix_rows").MATRIX[:2]
+    monkeypatch.setattr(workers, "of_row", lambda name, settings: workers.Worker({"peers": settings.peers}, made="probe:Probe"))
+    settings = workers.Settings("cpu", "fp32", True, ("a peer",))
+    prepared = workers.prepared_rows(rows, [settings], 1, time.monotonic() + 300)
+    found = [(row.name, worker, answer) for row, (worker,), (answer,) in prepared]
+    assert found == [(row.name, workers.LEFT_ALONE, {"error": workers.LEFT_ALONE}) for row in rows]
 
 
 def test_all_processes_end_with_the_one_that_started_them(workers):

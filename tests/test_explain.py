@@ -335,6 +335,14 @@ def test_query_parts_are_those_of_queries_that_are_split(query: tuple, dtype: to
     assert (f"queries of each block of keys: in {parts} parts" in str(backward)) == (parts > 1)
 
 
+def test_memory_has_the_parts_of_queries() -> None:
+    """Two of dK and dV, 1 MiB each for (1, 1, 2048, 64) of both, beside two of dQ and the 4 bytes of a query's delta."""
+    query, key = empty(1, 1, 8192, 64, dtype=torch.float32), empty(1, 1, 2048, 64, dtype=torch.float32)
+    backward = explain(query, key, key, window=(128, 0), target="sm_90", processors=132).passes[1]
+    assert backward.query_parts == 2
+    assert backward.memory == 2 * 2 * 4 * key.numel() + backward.parts * 4 * query.numel() * (backward.parts > 1) + 4 * 8192
+
+
 @not_interpreted
 def test_a_cpu_has_the_kernel_of_pytorch_where_that_is_exact() -> None:
     query = torch.randn(2, 4, 32, 16)

@@ -35,10 +35,10 @@ QUERIES_OF_FLOATS = 128  # whose products take as much longer
 # ms, in two parts 0.221; with 3.9 rounds of programs two parts were a tenth slower.
 ROUNDS_OF_FLOATS, DIMS_OF_FLOATS = 1.5, 128  # to which two parts of float32, of head dims to that, take three half rounds in place of two
 
-# NVIDIA H200, 2026-11-30, float32, backward by one program for the queries of a head, and by parts: (1, 2, 1024 x 1024, 256) 0.644 and in four
-# 0.241 ms, (1, 1, 2048 x 2048, 128) 0.585 and in eight 0.134, (1, 2, 4096 x 300, 128) 1.337 and in 26 0.116. 256 programs, of which 264 run at
+# NVIDIA H200, 2026-11-30, float32, backward by one program for the queries of a head, and by parts: (1, 2, 1024 x 1024, 256) 0.644 and in eight
+# 0.246 ms, (1, 1, 2048 x 2048, 128) 0.585 and in eight 0.134, (1, 2, 4096 x 300, 128) 1.337 and in 26 0.116. 256 programs, of which 264 run at
 # once, of 1024 causal queries of 64 dims 0.245 and in two 0.217, of 512 queries that see all keys 0.133 and 0.148 (docs/history.md).
-QUERIES_OF_A_PART = 128  # that see a key, but of the last, at least
+QUERIES_OF_A_PART = 128  # that see a key, at most; half as many at least
 
 
 class Dealt(NamedTuple):

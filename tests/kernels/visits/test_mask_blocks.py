@@ -122,6 +122,10 @@ def test_rows_that_begin_anywhere_are_read_in_words_within_the_mask(row: int, pl
     states, bits = torch.empty(states_shape(mask), dtype=torch.uint8), mask_blocks.empty_bits(mask)
     mask_blocks.scan(mask, states, bits)
     assert states.equal(block_states(mask, GRANULE, GRANULE).to(torch.uint8))
+    whole = torch.nn.functional.pad(mask[0], (0, -197 % BLOCK, 0, -260 % BLOCK))
+    tiles = whole.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3)
+    memory = bits.as_strided((*bits.shape[1:], BLOCK, BLOCK // WORD), (*bits.stride()[1:], BLOCK // WORD, 1))
+    assert memory.equal(packed(tiles.flatten(0, 2))[:, 0].view(memory.shape))
     assert {1, 4} <= set(words)
 
 
