@@ -336,6 +336,7 @@ def test_a_rehearsal_asks_for_the_kernels_of_its_passes(case: Case, monkeypatch:
     from dmattn.kernels import traits
     from dmattn.kernels.base import tiles
     from dmattn.kernels.portable import bias_grad
+    from dmattn.kernels.visits import mask_blocks
 
     asked: list[tuple] = []
     monkeypatch.setattr(driver, "_active", NoDevice(gpu_target(TARGET[0])), raising=False)
@@ -347,7 +348,7 @@ def test_a_rehearsal_asks_for_the_kernels_of_its_passes(case: Case, monkeypatch:
     needs = tuple(x is not None for x in passes.learned_of(problem))
     gradients = backend.allocate_backward(problem, needs)
     with monkeypatch.context() as patch:
-        for module in (tiles, traits, bias_grad):
+        for module in (tiles, traits, bias_grad, mask_blocks):
             patch.setattr(module, "device_family", lambda device: TARGET[0])
         kernels.forward(problem, out, lse)
         forward, before = set(asked), len(asked)
