@@ -195,8 +195,6 @@ def _fork_when_asked(channel: socket.socket) -> Any:
                 for number, file in enumerate(files):
                     os.dup2(file, number)
                     os.close(file)
-                for name in WITHOUT_CUDA:
-                    os.environ.pop(name)
                 signal.signal(signal.SIGINT, signal.default_int_handler)
                 return asked
             if isinstance(answer, int) and not isinstance(asked, int):

@@ -147,8 +147,8 @@ def split_keys(traits: Traits) -> Iterator[str]:
         return
     dims = traits.head_dim, traits.value_dim
     merge = portable_split_keys.keys_of_a_merge(traits.dtype, dims, traits.len_q, packing.programs, is_masked, is_biased)
-    results, few = traits.batch * traits.heads * traits.len_q * traits.value_dim, portable_split_keys.splits_of_few_keys(visible, dims)
-    work = portable_split_keys.Work(group, traits.len_q, visible, results, few, merge)
+    results = traits.batch * traits.heads * traits.len_q * traits.value_dim
+    work = portable_split_keys.Work.of(group, traits.len_q, visible, results, dims, merge)
     if work.worthwhile(work.most) == 1:
         rows = f"{traits.len_q} queries" + ("" if group == 1 else f" of {group} heads that share keys")
         splits = f"its splits of {seen} visible keys of {rows}"

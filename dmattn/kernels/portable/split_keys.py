@@ -116,8 +116,14 @@ class Work(NamedTuple):
     len_q: int
     visible: int  # `visible_keys`, as plans count them
     results: int  # elements of out
-    few: int  # `splits_of_few_keys`
+    few: int  # splits, at most, of few keys whose parts take few bytes
     merge: int  # `keys_of_a_merge`
+
+    @classmethod
+    def of(cls, group: int, len_q: int, visible: int, results: int, dims: tuple[int, int], merge: int) -> "Work":
+        """That of head dims of keys and values. Tiles of narrow ones have more keys than KEYS_OF_FEW, and a last split with fewer has none."""
+        few = visible // KEYS_OF_FEW if max(dims) <= NARROW_DIMS else triton.cdiv(visible, KEYS_OF_FEW)
+        return cls(group, len_q, visible, results, few, merge)
 
     @property
     def most(self) -> int:
@@ -131,11 +137,6 @@ class Work(NamedTuple):
         while splits > 1 and self.visible - self.visible // splits < self.merge * (1 + min(4 * splits * self.results / FEW_BYTES, 1)):
             splits -= 1
         return splits
-
-
-def splits_of_few_keys(visible: int, dims: tuple[int, int]) -> int:
-    """The most splits where their parts take few bytes. Head dims are those of keys and values; tiles of narrow ones have more keys."""
-    return visible // KEYS_OF_FEW if max(dims) <= NARROW_DIMS else triton.cdiv(visible, KEYS_OF_FEW)
 
 
 def keys_of_a_merge(dtype: torch.dtype, dims: tuple[int, int], len_q: int, programs: int, is_masked: bool, is_biased: bool) -> int:
@@ -173,7 +174,7 @@ def plan_of(problem: Problem) -> Plan:
         fill = 1
     dims, is_biased = (problem.key.shape[3], problem.value.shape[3]), problem.bias is not None and problem.zero is None
     merge = keys_of_a_merge(problem.query.dtype, dims, len_q, packing.programs, problem.is_masked, is_biased)
-    work = Work(group, len_q, visible, math.prod(problem.query.shape[:3]) * dims[1], splits_of_few_keys(visible, dims), merge)
+    work = Work.of(group, len_q, visible, math.prod(problem.query.shape[:3]) * dims[1], dims, merge)
     splits, tile = work.worthwhile(max(1, min(fill, work.most))), limits._replace(block_m=packing.rows)
     if packing.rows == FEW_ROWS and not differs and packing.programs > PROGRAMS_PER_PROCESSOR * count:
         tile = _lighter(tile, packing.programs / count, problem) if _is_timed(limits, problem) else tile
