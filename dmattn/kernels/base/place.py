@@ -9,8 +9,13 @@ from .layout import sequence, stepped
 
 LARGEST = tl.constexpr(2147483647)
 ALL_PROGRAMS = 1 << 30  # and more
-TOGETHER = tl.constexpr(8)  # sequences side by side: few enough that their keys and values stay in the L2 cache
+TOGETHER = tl.constexpr(8)  # sequences side by side, at least
 TOGETHER_BY_INTERVALS = tl.constexpr(16)  # where keys have intervals, and queries attend few of them
+# Of more sequences side by side, numbers that their blocks walk, in UNITs: few enough that 16-bit keys and values stay in the L2 cache beside
+# what else is read. NVIDIA H200, 2026-11-30, causal, with 8 sequences and with so many: forward and backward (1, 20, 2048², 64) 0.040, 0.109
+# and 0.034, 0.089 ms, (1, 40, 1024², 64) 0.028, 0.063 and 0.024, 0.058, (8, 16, 1001², 64) forward 0.056 and 0.053; with half as many again
+# head dim 160 took 3 % longer, and so did a bias of pairs (docs/history.md).
+UNITS_IN_CACHE, UNIT = tl.constexpr(320), tl.constexpr(1 << 15)
 
 
 @triton.jit
@@ -33,12 +38,12 @@ def listed_block(packed_blocks, number):
 
 
 @triton.jit
-def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr):
+def place_work(number, numbers, rules, length, walked, heads, BLOCK: tl.constexpr):
     """:func:`place` of a block of queries, for the program of that number among so many, in the order of :func:`place_keys`.
 
     Under a causal mask, and under intervals, the last blocks begin first. Under the former they see the most keys.
     """
-    block, head, batch = _place(number, numbers, rules, length, heads, BLOCK)
+    block, head, batch = _place(number, numbers, rules, length, walked, heads, BLOCK)
     if rules.packed_blocks is None and (rules.right is not None or rules.first is not None):
         block = tl.cdiv(length, BLOCK) - 1 - block
     return block, head, batch
@@ -64,15 +69,17 @@ def wave_of(problem: Problem, programs: int, places: int, parts: int) -> int | N
 
 
 @triton.jit
-def place_keys(rules, length, heads, BLOCK: tl.constexpr, wave=None):
-    """:func:`place` of a block of keys; but TOGETHER or TOGETHER_BY_INTERVALS sequences work on a block side by side in three cases.
+def place_keys(rules, length, walked, heads, BLOCK: tl.constexpr, wave=None):
+    """:func:`place` of a block of keys; but several sequences work on a block side by side in three cases.
 
-    Where batch entries share a bias, its tiles are read once then. Under a causal mask, or intervals, the long work of all of them comes first,
-    and short work is left to end with, when processors wait for the last program. With a `wave` (:func:`wave_of`) all sequences do so.
+    Where batch entries share a bias, TOGETHER of them do, and its tiles are read once. Under a causal mask, or intervals, the long work of all
+    comes first, and short work is left to end with, when processors wait for the last program. They are TOGETHER or TOGETHER_BY_INTERVALS, or
+    under a causal mask alone groups of nearly the same size, for the last not to begin its long work at the end: as large as UNITS_IN_CACHE
+    says where that is twice as many, as the blocks of each walk so many numbers (`walked`). With a `wave` (:func:`wave_of`) all do so.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if wave is None:
-        return _place(program, programs, rules, length, heads, BLOCK)
+        return _place(program, programs, rules, length, walked, heads, BLOCK)
     else:
         begin = program // wave * wave
         if program // wave % 2 == 1:
@@ -82,21 +89,21 @@ def place_keys(rules, length, heads, BLOCK: tl.constexpr, wave=None):
 
 
 @triton.jit
-def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr):
+def _place(program, programs, rules, length, walked, heads, BLOCK: tl.constexpr):
     """:func:`place_keys` of a program with that number of so many.
 
     The listed blocks of packed sequences are as those of one batch entry. They have their order, longest work first, and share no bias.
     """
     if rules.packed_blocks is None:
-        return _place_blocks(program, programs, rules, tl.cdiv(length, BLOCK), heads)
+        return _place_blocks(program, programs, rules, tl.cdiv(length, BLOCK), walked, heads)
     else:
-        number, head, _ = _place_blocks(program, programs, rules, programs // heads, heads)
+        number, head, _ = _place_blocks(program, programs, rules, programs // heads, walked, heads)
         block, batch = listed_block(rules.packed_blocks, number)
         return block, head, batch
 
 
 @triton.jit
-def _place_blocks(program, programs, rules, blocks, heads):
+def _place_blocks(program, programs, rules, blocks, walked, heads):
     """:func:`place_keys` of a program with that number of so many, where a batch entry has so many blocks."""
     if rules.shared is not None:
         begin = program // (blocks * heads * TOGETHER) * TOGETHER
@@ -104,14 +111,31 @@ def _place_blocks(program, programs, rules, blocks, heads):
         together = tl.minimum(programs // (blocks * heads) - begin, TOGETHER)
         return rest // together % blocks, rest // together // blocks, begin + rest % together
     elif rules.right is not None or rules.first is not None:
-        MOST: tl.constexpr = TOGETHER if rules.first is None else TOGETHER_BY_INTERVALS
-        begin = program // (blocks * MOST) * MOST
+        if rules.first is None and rules.left is None and rules.packed_blocks is None:
+            begin, together = _even_group(program // blocks, programs // blocks, rules, walked)
+        else:
+            MOST: tl.constexpr = TOGETHER if rules.first is None else TOGETHER_BY_INTERVALS
+            begin = program // (blocks * MOST) * MOST
+            together = tl.minimum(programs // blocks - begin, MOST)
         rest = program - begin * blocks
-        together = tl.minimum(programs // blocks - begin, MOST)
         sequence = begin + rest % together
         return rest // together, sequence % heads, sequence // heads
     else:
         return program % blocks, program // blocks % heads, program // blocks // heads
+
+
+@triton.jit
+def _even_group(number, sequences, rules, walked):
+    """(the first, how many) of the sequences side by side among which is that of a number, where those of all groups differ by one at most."""
+    groups = tl.cdiv(sequences, TOGETHER)
+    if rules.bias is None:
+        in_cache = tl.cdiv(sequences * tl.cdiv(walked, UNIT), UNITS_IN_CACHE)
+        groups = tl.where(2 * in_cache <= groups, tl.maximum(in_cache, 1), groups)
+    fewer = sequences // groups
+    longer = sequences % groups * (fewer + 1)  # sequences of groups that have one more
+    base = tl.where(number < longer, 0, longer)
+    together = tl.where(number < longer, fewer + 1, fewer)
+    return base + (number - base) // together * together, together
 
 
 @triton.jit

@@ -46,6 +46,13 @@ KEYS_BY_TWOS_PADDED = 1024
 # keys of 48 dims 0.073, 0.074 and 0.090; (8, 12, 1000², 40) with padding, where two of two spill, 0.103, 0.081 and 0.087. Rows of 48 dims are a
 # multiple of SECTOR; which of the last two is faster follows from their rounds. Not timed beside a softcap.
 PACE_OF_THREE = 0.94  # time of three consumers for a row of queries, that of two being 1
+# NVIDIA H200, 2026-11-30, head dim 64 without a bias of pairs, by three consumers and by two programs of one with as many keys a tile: 16
+# heads of 2048² 0.054 and 0.043 ms, 12 heads 0.032 and 0.042, 20 heads 0.054 and 0.060, (1, 2, 16384²) 0.346 and 0.278, (8, 12, 1200²) 0.100
+# and 0.092 (docs/history.md).
+PACE_OF_THREE_WHOLE = 0.84  # time of three consumers for a row of queries of 64 dims, that of two programs of one being 1
+# The same day, causal: programs of one with 128 keys a tile, and three to a processor with 64: 4 heads of 2048² 0.019 and 0.021 ms, 16 heads
+# 0.030 and 0.033, 20 heads 0.042 and 0.041.
+ROUNDS_OF_TWO = 2  # of two programs of one consumer on each processor, to which these are faster than three with tiles of half the keys
 # NVIDIA H200, 2026-11-27, without a bias of pairs: 512 queries over 50176 keys 0.371 ms, in turn 0.312; 8192 to 30000 keys within 1 %
 # (docs/history.md).
 KEYS_IN_TURN = 8192
@@ -70,6 +77,8 @@ def sizes_of(problem: Problem, dim: int, dim_v: int, loaded: bool) -> Sizes:
         return Sizes(2, KEYS // 2, STAGES + 1, 2)
     if not loaded and _is_slow_with_one(problem, width):
         return _in_fewest_rounds(problem)
+    if _end_sooner_by_ones(problem, width):
+        return Sizes(1, KEYS, STAGES, 2)
     if _are_of_one(problem, width):
         stages = STAGES if width > 64 or (width == 64 and problem.pair_bias is not None) else STAGES + 1
         return Sizes(1, KEYS // 2, stages, _programs_of(problem, width, loaded))
@@ -132,6 +141,29 @@ def _in_fewest_rounds(problem: Problem) -> Sizes:
     if 3 * PACE_OF_THREE * threes < 4 * twos:
         return Sizes(3, KEYS // 2, STAGES + 1, 1)
     return Sizes(2, KEYS // 2, STAGES, 2)
+
+
+def _end_sooner_by_ones(problem: Problem, width: int) -> bool:
+    """Whether two programs of one consumer of whole heads of 64 dims, without a bias or mask of pairs, end sooner than three consumers of one
+    program, or over few keys than three programs.
+
+    Blocks of three are few in a round. Under a causal mask the longest of them are all that counts where half of the rounds are one.
+    """
+    others = (problem.left, problem.first, problem.ends_q, problem.bits, problem.pair_mask, problem.pair_bias) != (None,) * 6
+    if others or width != PANEL.value or is_padded(problem, width):
+        return False
+    count = processors(problem.query.device)
+    ones, threes = _blocks(problem, 1) / (2 * count), _blocks(problem, 3) / count
+    are_two = consumers_of(problem.query.shape[2], width) == 2
+    if mean_keys(problem) <= (2 if are_two else 1) * KEYS_OF_ONE:
+        return problem.right is not None and ones <= ROUNDS_OF_TWO
+    if are_two:
+        return True
+    if even_work(problem):
+        ones, threes = math.ceil(ones), math.ceil(threes)
+    elif problem.right is not None:
+        ones, threes = max(1.0, ones / 2), max(1.0, threes / 2)
+    return 2 * max(1.0, ones) < 3 * PACE_OF_THREE_WHOLE * max(1.0, threes)
 
 
 def _blocks(problem: Problem, consumers: int) -> int:

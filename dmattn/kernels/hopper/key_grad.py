@@ -26,7 +26,7 @@ from ..base.packed_blocks import count_blocks, packed_blocks
 from ..base.place import place_keys, wave_of
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
-from ..portable.group_parts import GroupParts, numbers_of, part_of_group, under_part
+from ..portable.group_parts import GroupParts, heads_of_part, numbers_of, part_of_group, under_part
 from ..visits.walk import query_lists, query_range
 from .addressing import copyable
 from .backward_sizes import key_sizes
@@ -161,7 +161,8 @@ def _key_gradients_kernel(
     BLOCKS: gl.constexpr = blocks_of(CONSUMERS, DIM, DIM_V)
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, BLOCK_M, BLOCKS, STAGES, EVEN_N, BY_GROUP)
     numbers = numbers_of(extents.heads, extents.group, extents.dealt)
-    block, number, batch = place_keys(rules, extents.len_k, numbers, BLOCKS * BLOCK_N, extents.wave)
+    walked = extents.len_q * heads_of_part(extents.group, extents.dealt) * (HEAD_DIM + VALUE_DIM)
+    block, number, batch = place_keys(rules, extents.len_k, walked, numbers, BLOCKS * BLOCK_N, extents.wave)
     kv_head, head, heads = part_of_group(number, extents.group, extents.dealt)
     seq = sequence(rules.ends, batch, head, extents.len_q, extents.len_k)
     work = Work(seq, heads, extents.dealt, block * (BLOCKS * BLOCK_N))

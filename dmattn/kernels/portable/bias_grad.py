@@ -34,6 +34,8 @@ LITTLE_MEMORY = 1 << 20  # bytes that they may take in any case, as few parts le
 # The same where more parts of a kernel by blocks end sooner. NVIDIA H200, 2026-11-28, backward: a bias that all 260 (batch, head) share, 1024 x
 # 1024, 0.99 to 0.74 ms in 2 parts; 168 of them, causal, 577 x 577, 0.41 to 0.26 in 6 instead of 2 (shared_and_capped_nvidia_h200.json).
 MEMORY_OF_FEW = 8 << 20
+NARROW = 32  # dims of a head to which three programs on a processor may have registers enough
+PACE_OF_THREE, PACE_BESIDE_A_MASK = 1.3, 1.5  # time of three programs on a processor, that of two being 1
 
 
 class Sharing(NamedTuple):
@@ -93,19 +95,22 @@ class Sharing(NamedTuple):
 
 
 def _registers(problem: Problem, tile: Tile, programs: int) -> int:
-    """The most registers of a thread: beside a mask of keys the compiler takes those of two programs on a processor, and can do with three's.
+    """The most registers of a thread: beside a mask of keys, and of whole heads of 32 dims beside no mask, the compiler takes those of two
+    programs on a processor, and can do with three's.
 
-    With further rules or in float32 it would spill. Three take half as long again as two, and end sooner where their last wave is fuller.
-    NVIDIA H200, 2026-11-27: the backward pass of 768 rows of 768 of head dim 32 beside a mask of keys 3.88 to 3.46 ms.
+    With further rules or in float32 it would spill. Beside a mask three take half as long again as two, and end sooner where their last wave is
+    fuller. NVIDIA H200, 2026-11-27: the backward pass of 768 rows of 768 of head dim 32 beside a mask of keys 3.88 to 3.46 ms. 2026-11-30:
+    dBias of (36, 8, 2048², 32) that heads share 1.21 to 1.04, of 2001² 1.45 to 1.26, of (36, 8, 1001²) that entries share 0.235 to 0.214.
     """
     device, head_dim = problem.query.device, max(problem.query.shape[3], problem.value.shape[3])
     by_key = problem.mask is not None and problem.mask.shape[2] == 1
+    is_whole = problem.mask is None and problem.query.shape[3] == problem.value.shape[3] == NARROW
     others = (problem.left, problem.right, problem.first, problem.bits, problem.seed, problem.softcap, problem.ends_q)
-    is_timed = device_family(device) == "sm_90" and problem.query.dtype.itemsize == 2 and head_dim <= 32 and tile.warps == 4
-    if not (is_timed and by_key and others == (None,) * len(others)):
+    is_timed = device_family(device) == "sm_90" and problem.query.dtype.itemsize == 2 and head_dim <= NARROW and tile.warps == 4
+    if not (is_timed and (by_key or is_whole) and others == (None,) * len(others)):
         return tile.registers
     waves_of_two, waves_of_three = (triton.cdiv(programs, each * processors(device)) for each in (2, 3))
-    return THREE_PROGRAMS if 3 * waves_of_three < 2 * waves_of_two else tile.registers
+    return THREE_PROGRAMS if (PACE_OF_THREE if is_whole else PACE_BESIDE_A_MASK) * waves_of_three < waves_of_two else tile.registers
 
 
 def _room(problem: Problem, d_bias: Tensor, least: int) -> int:

@@ -137,6 +137,15 @@ def numbers_of(heads, group, dealt):
 
 
 @triton.jit
+def heads_of_part(group, dealt):
+    """How many query heads a part has, at most."""
+    if dealt is None:
+        return group
+    else:
+        return dealt.each
+
+
+@triton.jit
 def part_of_group(number, group, dealt):
     """(key-value head, the first of its query heads that a part has, how many), by its number among those of a batch entry."""
     if dealt is None:

@@ -18,7 +18,7 @@ from ..base.rules import rules_of, through_softcap
 from ..base.softmax import score_gradient
 from ..base.tiles import in_pieces, launch_options, pick, pick_storing
 from ..visits.walk import query_lists, query_range, walk_step, walk_steps
-from .group_parts import GroupParts, count_query_parts, numbers_of, part_of_group, split_of, under_part, under_split
+from .group_parts import GroupParts, count_query_parts, heads_of_part, numbers_of, part_of_group, split_of, under_part, under_split
 from .key_parts import steps_of_part
 
 PROGRAMS_PER_PROCESSOR = 2
@@ -99,7 +99,7 @@ def _key_gradients_kernel(
     numbers = numbers_of(heads, group, dealt)
     if split is not None:
         numbers *= split.count
-    block, number, batch = place_keys(rules, len_k, numbers, BLOCK_N)
+    block, number, batch = place_keys(rules, len_k, len_q * heads_of_part(group, dealt) * (HEAD_DIM + VALUE_DIM), numbers, BLOCK_N)
     number, part = split_of(number, split)
     _kv_head, first_head, count = part_of_group(number, group, dealt)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)

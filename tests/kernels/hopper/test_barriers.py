@@ -89,7 +89,7 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
 
     (watch_forward if forward else watch_query_grad)(names, case, tile_of, done)
     even, drawn_one = kind != "packed" and case.lengths[0][1] % case.block_n == 0, parts is None and chance.random() < 0.5
-    lengths = names["Lengths"](works, 1, 1, 30, 30, [0] if drawn_one else None, parts)
+    lengths = names["Lengths"](works, 1, 1, 30, 30, 30 * 64, [0] if drawn_one else None, parts)
     of_pairs, blocks_of_keys = rules.bias_rows is not None, Anything()
     blocks_of_keys.block_shape = [1, 1, case.sub, 64]
     given = dict(

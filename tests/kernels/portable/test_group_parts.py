@@ -218,8 +218,8 @@ def test_programs_under_a_causal_mask_that_come_there_and_back_are_exact(len_k: 
 
 
 @triton.jit
-def _places_kernel(places, rules, length, heads, wave, BLOCK: tl.constexpr):
-    block, head, batch = place_keys(rules, length, heads, BLOCK, wave)
+def _places_kernel(places, rules, length, walked, heads, wave, BLOCK: tl.constexpr):
+    block, head, batch = place_keys(rules, length, walked, heads, BLOCK, wave)
     at = places + 3 * tl.program_id(0)
     tl.store(at, block)
     tl.store(at + 1, head)
@@ -231,13 +231,44 @@ class Rules(NamedTuple):
     shared: Any
     right: Any
     first: Any
+    left: Any = None
+    bias: Any = None
 
 
 @pytest.mark.skipif(not interpreting() and not torch.cuda.is_available(), reason="runs a kernel")
 @pytest.mark.parametrize("wave", [None, 1, 5, 16, 132, ALL_PROGRAMS])
 @pytest.mark.parametrize(("blocks", "heads", "batch"), [(1, 1, 1), (7, 3, 2), (5, 11, 1), (3, 2, 9)])
 def test_every_block_has_one_program(blocks: int, heads: int, batch: int, wave: int | None) -> None:
+    for walked in (1, 1 << 20, 1 << 28):
+        found = sorted(placed(blocks, heads, batch, walked, wave))
+        assert found == [(block, head, entry) for block in range(blocks) for head in range(heads) for entry in range(batch)]
+
+
+def placed(blocks: int, heads: int, batch: int, walked: int, wave: int | None = None) -> list[tuple[int, ...]]:
+    """(block, head, batch entry) of each program, in their order, under a causal mask."""
     places = torch.full((blocks * heads * batch, 3), -1, dtype=torch.int32, device="cpu" if interpreting() else "cuda")
-    _places_kernel[(len(places),)](places, Rules(None, None, 0, None), 64 * blocks - 1, heads, wave, BLOCK=64)
-    found = sorted(tuple(place) for place in places.tolist())
-    assert found == [(block, head, entry) for block in range(blocks) for head in range(heads) for entry in range(batch)]
+    _places_kernel[(len(places),)](places, Rules(None, None, 0, None), 64 * blocks - 1, walked, heads, wave, BLOCK=64)
+    return [tuple(place) for place in places.tolist()]
+
+
+@pytest.mark.skipif(not interpreting() and not torch.cuda.is_available(), reason="runs a kernel")
+@pytest.mark.parametrize(
+    ("heads", "batch", "walked", "groups"),
+    [
+        (5, 4, 1 << 18, [20]),
+        (20, 2, 1 << 19, [20, 20]),
+        (3, 7, 1 << 23, [7, 7, 7]),
+        (9, 1, 1 << 25, [5, 4]),
+        (11, 2, 1 << 25, [8, 7, 7]),
+        (8, 8, 1 << 20, [8] * 8),
+    ],
+)
+def test_as_many_sequences_as_caches_hold_begin_together(heads: int, batch: int, walked: int, groups: list[int]) -> None:
+    found, begin = placed(3, heads, batch, walked), 0
+    for count in groups:
+        for block in range(3):
+            together = found[begin : begin + count]
+            assert {place[0] for place in together} == {block}
+            assert len(set(together)) == count
+            begin += count
+    assert begin == len(found)
