@@ -209,6 +209,7 @@ FORWARD = (  # the forward pass alone: the backward pass is that of any other pr
     (Case("decoding-one-split-sinks-gqa-d64", 1, 8192, batch=64, heads=64, kv_heads=8, head_dim=64, sinks="random"), BF16),
     (Case("dense-bias-fp16-d64", 4096, heads=16, head_dim=64, bias="bhqk"), FP16),
     (Case("no-bias-d64", 4096, heads=16, head_dim=64), BF16),
+    (Case("causal-many-keys-d128", 16384, 1 << 23, batch=1, heads=2, head_dim=128, causal=True), BF16),
     (Case("few-blocks-d64", 2048, batch=1, heads=16, head_dim=64), BF16),
     (Case("few-blocks-key-bias-causal-d64", 2048, batch=1, heads=16, head_dim=64, bias="bh1k", causal=True), BF16),
     (Case("few-blocks-distances-d64", 2048, batch=1, heads=16, head_dim=64, bias="1hr", distances=129), BF16),

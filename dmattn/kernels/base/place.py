@@ -9,13 +9,13 @@ from .layout import sequence, stepped
 
 LARGEST = tl.constexpr(2147483647)
 ALL_PROGRAMS = 1 << 30  # and more
-TOGETHER = tl.constexpr(8)  # sequences side by side, at least
+TOGETHER = tl.constexpr(8)  # sequences side by side
 TOGETHER_BY_INTERVALS = tl.constexpr(16)  # where keys have intervals, and queries attend few of them
-# Of more sequences side by side, numbers that their blocks walk, in UNITs: few enough that 16-bit keys and values stay in the L2 cache beside
-# what else is read. NVIDIA H200, 2026-11-30, causal, with 8 sequences and with so many: forward and backward (1, 20, 2048², 64) 0.040, 0.109
-# and 0.034, 0.089 ms, (1, 40, 1024², 64) 0.028, 0.063 and 0.024, 0.058, (8, 16, 1001², 64) forward 0.056 and 0.053; with half as many again
-# head dim 160 took 3 % longer, and so did a bias of pairs (docs/history.md).
-UNITS_IN_CACHE, UNIT = tl.constexpr(320), tl.constexpr(1 << 15)
+# More are side by side where what the blocks of all of them walk stays in the L2 cache beside what else is read: so many UNITs, of 64 numbers
+# each, are 20 MiB of keys and values in 16 bits. NVIDIA H200, 2026-11-30, causal, with 8 sequences and with more: forward and backward
+# (1, 20, 2048², 64) 0.040, 0.109 and 0.034, 0.089 ms, (1, 40, 1024², 64) 0.028, 0.063 and 0.024, 0.058; with 40 MiB head dim 160 took 3 %
+# longer, and so did calls beside a bias of pairs (docs/history.md).
+UNITS_IN_CACHE, UNIT = tl.constexpr(320), tl.constexpr(512)
 
 
 @triton.jit
@@ -38,12 +38,12 @@ def listed_block(packed_blocks, number):
 
 
 @triton.jit
-def place_work(number, numbers, rules, length, walked, heads, BLOCK: tl.constexpr):
+def place_work(number, numbers, rules, length, heads, BLOCK: tl.constexpr, walked=None):
     """:func:`place` of a block of queries, for the program of that number among so many, in the order of :func:`place_keys`.
 
     Under a causal mask, and under intervals, the last blocks begin first. Under the former they see the most keys.
     """
-    block, head, batch = _place(number, numbers, rules, length, walked, heads, BLOCK)
+    block, head, batch = _place(number, numbers, rules, length, heads, BLOCK, walked)
     if rules.packed_blocks is None and (rules.right is not None or rules.first is not None):
         block = tl.cdiv(length, BLOCK) - 1 - block
     return block, head, batch
@@ -69,17 +69,18 @@ def wave_of(problem: Problem, programs: int, places: int, parts: int) -> int | N
 
 
 @triton.jit
-def place_keys(rules, length, walked, heads, BLOCK: tl.constexpr, wave=None):
+def place_keys(rules, length, heads, BLOCK: tl.constexpr, wave=None, walked=None):
     """:func:`place` of a block of keys; but several sequences work on a block side by side in three cases.
 
     Where batch entries share a bias, TOGETHER of them do, and its tiles are read once. Under a causal mask, or intervals, the long work of all
-    comes first, and short work is left to end with, when processors wait for the last program. They are TOGETHER or TOGETHER_BY_INTERVALS, or
-    under a causal mask alone groups of nearly the same size, for the last not to begin its long work at the end: as large as UNITS_IN_CACHE
-    says where that is twice as many, as the blocks of each walk so many numbers (`walked`). With a `wave` (:func:`wave_of`) all do so.
+    comes first, and short work is left to end with, when processors wait for the last program. TOGETHER or TOGETHER_BY_INTERVALS do under a
+    window, intervals or in packed sequences; under a causal mask all groups have as many sequences or one more, so that the last does not begin
+    its long work at the end: about TOGETHER, or without a bias (but a table's) twice as many or more, if UNITS_IN_CACHE has room. Blocks of a
+    sequence walk so many numbers, in 64s (`walked`). With a `wave` (:func:`wave_of`) all sequences are side by side.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if wave is None:
-        return _place(program, programs, rules, length, walked, heads, BLOCK)
+        return _place(program, programs, rules, length, heads, BLOCK, walked)
     else:
         begin = program // wave * wave
         if program // wave % 2 == 1:
@@ -89,21 +90,21 @@ def place_keys(rules, length, walked, heads, BLOCK: tl.constexpr, wave=None):
 
 
 @triton.jit
-def _place(program, programs, rules, length, walked, heads, BLOCK: tl.constexpr):
+def _place(program, programs, rules, length, heads, BLOCK: tl.constexpr, walked):
     """:func:`place_keys` of a program with that number of so many.
 
     The listed blocks of packed sequences are as those of one batch entry. They have their order, longest work first, and share no bias.
     """
     if rules.packed_blocks is None:
-        return _place_blocks(program, programs, rules, tl.cdiv(length, BLOCK), walked, heads)
+        return _place_blocks(program, programs, rules, tl.cdiv(length, BLOCK), heads, walked)
     else:
-        number, head, _ = _place_blocks(program, programs, rules, programs // heads, walked, heads)
+        number, head, _ = _place_blocks(program, programs, rules, programs // heads, heads, walked)
         block, batch = listed_block(rules.packed_blocks, number)
         return block, head, batch
 
 
 @triton.jit
-def _place_blocks(program, programs, rules, blocks, walked, heads):
+def _place_blocks(program, programs, rules, blocks, heads, walked):
     """:func:`place_keys` of a program with that number of so many, where a batch entry has so many blocks."""
     if rules.shared is not None:
         begin = program // (blocks * heads * TOGETHER) * TOGETHER
@@ -126,9 +127,9 @@ def _place_blocks(program, programs, rules, blocks, walked, heads):
 
 @triton.jit
 def _even_group(number, sequences, rules, walked):
-    """(the first, how many) of the sequences side by side among which is that of a number, where those of all groups differ by one at most."""
+    """(the first, how many) of the sequences that are side by side with one of a number. No group has two more sequences than another."""
     groups = tl.cdiv(sequences, TOGETHER)
-    if rules.bias is None:
+    if rules.bias is None and walked is not None:
         in_cache = tl.cdiv(sequences * tl.cdiv(walked, UNIT), UNITS_IN_CACHE)
         groups = tl.where(2 * in_cache <= groups, tl.maximum(in_cache, 1), groups)
     fewer = sequences // groups

@@ -11,7 +11,7 @@ from ...problem import Problem
 from ..base.described import typical_length
 from ..base.device import processors
 from .copies import PANEL, consumers_of, copied_dims
-from .walk import even_work
+from .walk import OF_OUT, even_work, parts_of_keys
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload of the first table.
 KEYS, STAGES = 128, 2
@@ -144,20 +144,22 @@ def _in_fewest_rounds(problem: Problem) -> Sizes:
 
 
 def _end_sooner_by_ones(problem: Problem, width: int) -> bool:
-    """Whether two programs of one consumer of whole heads of 64 dims, without a bias or mask of pairs, end sooner than three consumers of one
-    program, or over few keys than three programs.
+    """Whether two programs of one consumer, of heads of 64 dims and without a bias or mask of pairs, end sooner than three consumers of one
+    program, or under a causal mask over few keys than three programs.
 
-    Blocks of three are few in a round. Under a causal mask the longest of them are all that counts where half of the rounds are one.
+    Blocks of three are few in a round, and may leave the last one poorly filled. Under a causal mask the longest of them are all that counts
+    where half of the rounds are one. Where there are so few blocks that their keys are split, others would have fewer parts of them.
     """
     others = (problem.left, problem.first, problem.ends_q, problem.bits, problem.pair_mask, problem.pair_bias) != (None,) * 6
-    if others or width != PANEL.value or is_padded(problem, width):
+    if others or not problem.query.shape[3] == problem.value.shape[3] == width == PANEL.value:
         return False
-    count = processors(problem.query.device)
+    count, usual = processors(problem.query.device), consumers_of(problem.query.shape[2], width)
+    if parts_of_keys(problem, _blocks(problem, usual), problem.query, OF_OUT) > 1:  # out has as many numbers as the queries
+        return False
     ones, threes = _blocks(problem, 1) / (2 * count), _blocks(problem, 3) / count
-    are_two = consumers_of(problem.query.shape[2], width) == 2
-    if mean_keys(problem) <= (2 if are_two else 1) * KEYS_OF_ONE:
-        return problem.right is not None and ones <= ROUNDS_OF_TWO
-    if are_two:
+    if mean_keys(problem) <= (2 if usual == 2 else 1) * KEYS_OF_ONE:
+        return problem.right is not None and mean_keys(problem) > KEYS_OF_ONE // 2 and ones <= ROUNDS_OF_TWO
+    if usual == 2:
         return True
     if even_work(problem):
         ones, threes = math.ceil(ones), math.ceil(threes)

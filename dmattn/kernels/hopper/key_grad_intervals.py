@@ -27,7 +27,7 @@ from ..base.place import place_keys
 from ..base.query_terms import Incoming
 from ..base.rules import rules_of
 from ..base.window import next_step
-from ..portable.group_parts import GroupParts, heads_of_part, numbers_of, part_of_group, under_part
+from ..portable.group_parts import GroupParts, numbers_of, part_of_group, under_part
 from ..visits.intervals import block_bounds
 from .attending_queries import BLOCK_M, PAIRS, attending_of, describe_block, is_dead
 from .backward_sizes import interval_key_sizes
@@ -175,8 +175,7 @@ def _key_gradients_kernel(
     IN_TURNS: gl.constexpr = CONSUMERS == 2 and not SPLIT
     config: gl.constexpr = Config(HEAD_DIM, VALUE_DIM, DIM, DIM_V, CONSUMERS, STAGES, SPLIT, IN_TURNS, ALIKE, BY_GROUP)
     numbers = numbers_of(extents.heads, extents.group, extents.dealt)
-    walked = extents.len_q * heads_of_part(extents.group, extents.dealt) * (HEAD_DIM + VALUE_DIM)
-    block, number, batch = place_keys(rules, extents.len_k, walked, numbers, BLOCK_N)
+    block, number, batch = place_keys(rules, extents.len_k, numbers, BLOCK_N)
     kv_head, head, heads = part_of_group(number, extents.group, extents.dealt)
     work = Work(Sequence(batch, head, extents.len_q, extents.len_k), heads, extents.dealt, block * BLOCK_N)
     if order is not None:

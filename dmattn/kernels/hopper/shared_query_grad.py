@@ -165,7 +165,7 @@ def _query_gradients_kernel(
     PAIRS: gl.constexpr = product_layout(BLOCK_N)
     SUMS: gl.constexpr = product_layout(DIM)
     config: gl.constexpr = Config(HEAD_DIM, DIM, MEMBERS, BLOCKS, BLOCK_N, EVEN_N, GROUP, STAGES, BIAS_TILES, PAIRS, SUMS)
-    block, bias_head, entry = place_work(gl.program_id(0), gl.num_programs(0), rules, len_q, 2 * len_k * HEAD_DIM, bias_heads, BLOCKS * BLOCK_M)
+    block, bias_head, entry = place_work(gl.program_id(0), gl.num_programs(0), rules, len_q, bias_heads, BLOCKS * BLOCK_M)
     seq = Sequence(entry, bias_head, len_q, len_k)  # of the slice
     row = block * (BLOCKS * BLOCK_M)
     q_tiles = gl.allocate_shared_memory(q.dtype, [MEMBERS * BLOCKS, 1, 1, BLOCK_M, DIM], q.layout)

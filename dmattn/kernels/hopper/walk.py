@@ -59,7 +59,7 @@ class Lengths(NamedTuple):
     group: Any
     len_q: Any
     len_k: Any
-    walked: Any  # numbers of keys and values (`base.place`)
+    walked: Any  # numbers of keys and values, in 64s (`base.place`)
     drawn: Any  # None where a program takes every so many-th block (`even_work`), or there is one for each
     parts: Any  # None where keys are not split
 
@@ -98,7 +98,7 @@ def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: An
     works, most = count_blocks(problem, packed, block_m) * heads, programs_each * processors(problem.query.device)
     draws = works > most and not even_work(problem)
     drawn = torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
-    parts, walked = parts_of_keys(problem, works, result, merging), len_k * (problem.query.shape[3] + problem.value.shape[3])
+    parts, walked = parts_of_keys(problem, works, result, merging), -(-len_k // 64) * (problem.query.shape[3] + problem.value.shape[3])
     if parts == 1:
         return Lengths(works, heads, heads // kv_heads, len_q, len_k, walked, drawn, None), min(works, most)
     return Lengths(parts * works, heads, heads // kv_heads, len_q, len_k, walked, drawn, parts), parts * works
@@ -151,7 +151,7 @@ def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
     works = _works_of_a_part(lengths)
     if lengths.parts is not None:
         number = number % works
-    block, head, batch = place_work(number, works, rules, lengths.len_q, lengths.walked, lengths.heads, BLOCK_M)
+    block, head, batch = place_work(number, works, rules, lengths.len_q, lengths.heads, BLOCK_M, lengths.walked)
     return sequence(rules.ends, batch, head, lengths.len_q, lengths.len_k), block * BLOCK_M
 
 

@@ -35,7 +35,7 @@ LITTLE_MEMORY = 1 << 20  # bytes that they may take in any case, as few parts le
 # 1024, 0.99 to 0.74 ms in 2 parts; 168 of them, causal, 577 x 577, 0.41 to 0.26 in 6 instead of 2 (shared_and_capped_nvidia_h200.json).
 MEMORY_OF_FEW = 8 << 20
 NARROW = 32  # dims of a head to which three programs on a processor may have registers enough
-PACE_OF_THREE, PACE_BESIDE_A_MASK = 1.3, 1.5  # time of three programs on a processor, that of two being 1
+PACE_OF_MORE, PACE_BESIDE_A_MASK = 1.3, 1.5  # time of three programs on a processor, that of two being 1
 
 
 class Sharing(NamedTuple):
@@ -110,7 +110,7 @@ def _registers(problem: Problem, tile: Tile, programs: int) -> int:
     if not (is_timed and (by_key or is_whole) and others == (None,) * len(others)):
         return tile.registers
     waves_of_two, waves_of_three = (triton.cdiv(programs, each * processors(device)) for each in (2, 3))
-    return THREE_PROGRAMS if (PACE_OF_THREE if is_whole else PACE_BESIDE_A_MASK) * waves_of_three < waves_of_two else tile.registers
+    return THREE_PROGRAMS if (PACE_OF_MORE if is_whole else PACE_BESIDE_A_MASK) * waves_of_three < waves_of_two else tile.registers
 
 
 def _room(problem: Problem, d_bias: Tensor, least: int) -> int:

@@ -99,7 +99,8 @@ def _key_gradients_kernel(
     numbers = numbers_of(heads, group, dealt)
     if split is not None:
         numbers *= split.count
-    block, number, batch = place_keys(rules, len_k, len_q * heads_of_part(group, dealt) * (HEAD_DIM + VALUE_DIM), numbers, BLOCK_N)
+    walked = tl.cdiv(len_q, 64) * heads_of_part(group, dealt) * (HEAD_DIM + VALUE_DIM)
+    block, number, batch = place_keys(rules, len_k, numbers, BLOCK_N, walked=walked)
     number, part = split_of(number, split)
     _kv_head, first_head, count = part_of_group(number, group, dealt)
     cols = Span(block * BLOCK_N, tl.arange(0, BLOCK_N).to(INDEX), None if EVEN_N else len_k)

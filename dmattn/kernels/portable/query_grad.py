@@ -80,7 +80,7 @@ def _query_gradients_kernel(
     program, programs, part = tl.program_id(0), tl.num_programs(0), 0
     if parts is not None:
         part, program, programs = program % parts, program // parts, programs // parts
-    block, head, batch = place_work(program, programs, rules, len_q, len_k * (HEAD_DIM + VALUE_DIM), heads, BLOCK_M)
+    block, head, batch = place_work(program, programs, rules, len_q, heads, BLOCK_M, walked=tl.cdiv(len_k, 64) * (HEAD_DIM + VALUE_DIM))
     seq = sequence(rules.ends, batch, head, len_q, len_k)
     rows = Span(block * BLOCK_M, tl.arange(0, BLOCK_M).to(INDEX), None if EVEN_M else seq.len_q)
     dims = Span(0, tl.arange(0, BLOCK_D).to(INDEX), None if HEAD_DIM % BLOCK_D == 0 else HEAD_DIM)

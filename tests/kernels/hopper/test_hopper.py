@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 
 from dmattn.kernels import dispatch
 from dmattn.kernels.base import leading
-from dmattn.kernels.hopper import backward_sizes, forward_sizes
+from dmattn.kernels.hopper import backward_sizes, forward_sizes, walk
 from dmattn.kernels.hopper import bias_grad as hopper_bias_grad
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper import forward as hopper_forward
@@ -430,12 +430,17 @@ def test_two_narrow_consumers_share_a_program_where_blocks_are_full(
         (1, 4, 8192, 8192, {"causal": True}, (1, 128, 2, 2)),  # the longest blocks are all that counts
         (4, 32, 4096, 4096, {"causal": True}, (3, 128, 2, 1)),
         (1, 16, 1024, 1024, {}, (1, 64, 3, 3)),
+        (4, 16, 256, 256, {"causal": True}, (1, 64, 3, 3)),
+        (1, 40, 128, 8192, {}, (2, 128, 2, 1)),  # in three parts of the keys
+        (1, 4, 300, 8192, {}, (3, 128, 2, 1)),
+        (1, 2, 4096, 4096, {"causal": True}, (3, 128, 2, 1)),
+        (1, 4, 2048, 2048, {}, (1, 128, 2, 2)),  # not split: 0.019 ms, by three consumers 0.029
     ],
 )
 def test_programs_of_one_consumer_where_blocks_of_three_are_few_in_a_round(
     batch: int, heads: int, len_q: int, len_k: int, options: dict, sizes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (forward_sizes, backward_sizes):
+    for module in (forward_sizes, walk):
         monkeypatch.setattr(module, "processors", lambda device: 132)
     query, key = (tensor(1, 1, 1, 64).expand(batch, heads, length, 64) for length in (len_q, len_k))
     bias = {"bias": tensor(1, 1, 1, 1).expand(*options["bias"])} if "bias" in options else {}
