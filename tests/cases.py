@@ -376,6 +376,13 @@ LARGE_FACTORS = (
 )  # fmt: skip
 
 HOPPER = (
+    Case("hopper-few-blocks-1100x1300", 1100, 1300, batch=1, heads=8, kv_heads=2, head_dim=64, reason="two programs of one consumer with 128 keys a tile"),
+    Case("hopper-few-blocks-key-bias-sinks-1153", 1153, batch=1, heads=4, head_dim=64, bias="bh1k", sinks="random", reason="the same beside columns of a bias, in part of a last tile"),
+    Case("hopper-few-blocks-padding-softcap-1301", 1301, batch=2, heads=3, head_dim=64, mask="b11k", keep="padding", softcap=8.0, reason="the same by lists"),
+    Case("hopper-few-blocks-distances-1100x1153", 1100, 1153, batch=1, heads=4, head_dim=64, bias="1hr", distances=65, reason="the same beside a table"),
+    Case("hopper-few-blocks-causal-1291", 1291, batch=1, heads=8, kv_heads=2, head_dim=64, causal=True, reason="the same where the longest blocks count"),
+    Case("hopper-few-causal-sequences-700", 700, batch=5, heads=4, kv_heads=2, head_dim=64, causal=True, reason="20 sequences side by side"),
+    Case("hopper-causal-sequences-in-groups-300x1500", 300, 1500, batch=6, heads=8, head_dim=128, causal=True, reason="48 sequences, 24 side by side"),
     Case("hopper-distances-t5-1025x2304", 1025, 2304, heads=3, head_dim=64, bias="1hr", distances=257, zero=100, scale=1.0, reason="tiles below, at and beyond the table"),
     Case("hopper-distances-of-all-700x2049", 700, 2049, **GQA, head_dim=40, bias="bhr", distances=2748, zero=2048, reason="a number for each pair of every tile"),
     Case("hopper-distances-window-grouped-300x2100", 300, 2100, **GQA, head_dim=64, bias="1gr", distances=65, window=(100, 20), reason="keys in a window"),
