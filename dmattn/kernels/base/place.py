@@ -11,10 +11,10 @@ LARGEST = tl.constexpr(2147483647)
 ALL_PROGRAMS = 1 << 30  # and more
 TOGETHER = tl.constexpr(8)  # sequences side by side
 TOGETHER_BY_INTERVALS = tl.constexpr(16)  # where keys have intervals, and queries attend few of them
-# More are side by side where what the blocks of all of them walk stays in the L2 cache beside what else is read: so many UNITs, of 64 numbers
-# each, are 20 MiB of keys and values in 16 bits. NVIDIA H200, 2026-11-30, causal, with 8 sequences and with more: forward and backward
-# (1, 20, 2048², 64) 0.040, 0.109 and 0.034, 0.089 ms, (1, 40, 1024², 64) 0.028, 0.063 and 0.024, 0.058; with 40 MiB head dim 160 took 3 %
-# longer, and so did calls beside a bias of pairs (docs/history.md).
+# More are side by side where what the blocks of all of them walk stays in the L2 cache beside what else is read. A UNIT is 512 times 64
+# numbers, so many of which are 20 MiB of keys and values in 16 bits; float32 takes 40 MiB, and query heads that share keys count for each of
+# them. NVIDIA H200, 2026-11-30, causal, with 8 sequences and with more: forward and backward (1, 20, 2048², 64) 0.040, 0.109 and 0.034,
+# 0.089 ms, (1, 40, 1024², 64) 0.028, 0.063 and 0.024, 0.058; (2, 16, 2048², 160) forward 0.095 and 0.097, with 40 MiB 0.098 (docs/history.md).
 UNITS_IN_CACHE, UNIT = tl.constexpr(320), tl.constexpr(512)
 
 
@@ -70,13 +70,13 @@ def wave_of(problem: Problem, programs: int, places: int, parts: int) -> int | N
 
 @triton.jit
 def place_keys(rules, length, heads, BLOCK: tl.constexpr, wave=None, walked=None):
-    """:func:`place` of a block of keys; but several sequences work on a block side by side in three cases.
+    """:func:`place` of a block of keys; but several sequences work on a block side by side where they share a bias or have a causal mask, a
+    window or intervals.
 
-    Where batch entries share a bias, TOGETHER of them do, and its tiles are read once. Under a causal mask, or intervals, the long work of all
-    comes first, and short work is left to end with, when processors wait for the last program. TOGETHER or TOGETHER_BY_INTERVALS do under a
-    window, intervals or in packed sequences; under a causal mask all groups have as many sequences or one more, so that the last does not begin
-    its long work at the end: about TOGETHER, or without a bias (but a table's) twice as many or more, if UNITS_IN_CACHE has room. Blocks of a
-    sequence walk so many numbers, in 64s (`walked`). With a `wave` (:func:`wave_of`) all sequences are side by side.
+    A bias that batch entries share is read once then. Else the long work of all comes first, and short work is left to end with, when
+    processors wait for the last program. Groups have TOGETHER sequences, under intervals TOGETHER_BY_INTERVALS. Under a causal mask that is no
+    window, and not packed, they are as even as can be, so that the last does not begin its long work at the end (:func:`_even_group`); there
+    blocks of a sequence walk so many numbers, in 64s (`walked`). With a `wave` (:func:`wave_of`) all sequences are one group.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
     if wave is None:
@@ -127,7 +127,9 @@ def _place_blocks(program, programs, rules, blocks, heads, walked):
 
 @triton.jit
 def _even_group(number, sequences, rules, walked):
-    """(the first, how many) of the sequences that are side by side with one of a number. No group has two more sequences than another."""
+    """(the first, how many) of the sequences that are side by side with one of a number, TOGETHER at most. Without a bias, but a table's, they
+    are about twice as many or more where UNITS_IN_CACHE has room for them. No group has two more than another.
+    """
     groups = tl.cdiv(sequences, TOGETHER)
     if rules.bias is None and walked is not None:
         in_cache = tl.cdiv(sequences * tl.cdiv(walked, UNIT), UNITS_IN_CACHE)

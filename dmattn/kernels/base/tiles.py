@@ -220,8 +220,8 @@ def pick_storing(problem: Problem) -> Tile:
 
     NVIDIA H200, 2026-11-30, dK and dV with 32 queries and 64: (64, 12 on 4, 200², 64) 0.548 and 0.655 ms, under a mask of pairs 0.688 and
     0.943, (6, 8, 500², 80) beside a shared bias 0.381 and 0.423, (16, 12, 320², 64) 0.264 and 0.262, (44, 24 on 6, 197², 96) under a mask of
-    pairs 1.43 and 1.83. The backward pass of (128, 4, 256², 32) took 7 % more with 32, of (9, 12 on 6, 500², 96) beside a bias of keys 2 %
-    (docs/history.md).
+    pairs, backward, 1.81 and 2.21. The backward pass of (128, 4, 256², 32) took 7 % more with 32, of (9, 12 on 6, 500², 96) beside a bias of
+    keys 2 % (docs/history.md).
     """
     tile, dim = pick("keys", problem), max(problem.query.shape[3], problem.value.shape[3])
     of_pairs = problem.pair_bias is not None or problem.pair_mask is not None or problem.bits is not None

@@ -29,8 +29,8 @@ BLOCKS_OF_THREE = 4  # of keys of three consumers, for each processor
 # three took 0.115 over 1024 keys and 0.088 over 496, two 0.119 and 0.096, two programs of one 0.144 and 0.110, without a bias 0.099, 0.108 and
 # 0.133. For dQ two in place of one took 0.081 where it took 0.096, without a bias 0.093 and 0.112 (docs/history.md).
 STAGES_OF_PADDED = 3
-# NVIDIA H200, 2026-11-30, backward at head dim 64 by three consumers and by two: 16 heads of 2048² 0.129 and 0.115 ms, 12 heads 0.092 and
-# 0.113, (1, 4, 8192²) 0.451 and 0.392, (2, 20, 2048²) 0.274 and 0.277 (docs/history.md).
+# NVIDIA H200, 2026-11-30, backward at head dim 64 by three consumers and by two, or two programs of one, which take as long: 16 heads of 2048²
+# 0.129 and 0.115 ms, 12 heads 0.092 and 0.113, (1, 4, 8192²) 0.451 and 0.392, (2, 20, 2048²) 0.274 and 0.277 (docs/history.md).
 PACE_OF_THREE = 0.83  # time of three consumers for a row of keys of 64 dims, that of two being 1
 TILES = ((64, 3), (64, 2), (32, 3), (32, 2))  # of dQ: keys of a tile; tiles of keys, values and bias in shared memory
 ROOMS = range(2, 17, 2)  # of dQ: tiles that stay on chip
@@ -84,7 +84,8 @@ def key_sizes(problem: Problem, d_bias: Tensor | None) -> KeySizes:
         if problem.pair_bias is not None and shortest > KEYS_OF_ONE:
             return KeySizes(2, ROWS, STAGES_OF_PADDED, 1)
     consumers = consumers_of(len_k, width) if _have_registers_for_three(problem, windowed) else 2
-    if consumers == 3 and width == PANEL.value and not windowed and not _are_sooner_by_three(problem):
+    is_whole = problem.query.shape[3] == problem.value.shape[3] == width == PANEL.value
+    if consumers == 3 and is_whole and not windowed and not _are_sooner_by_three(problem):
         consumers = 2
     beside, stage = _bytes_of(problem, d_bias)
     if consumers == 3 or width > PANEL.value:

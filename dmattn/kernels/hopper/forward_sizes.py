@@ -7,6 +7,8 @@ They follow from what the host knows of a call, and from times: docs/history.md.
 import math
 from typing import NamedTuple
 
+import torch
+
 from ...problem import Problem
 from ..base.described import typical_length
 from ..base.device import processors
@@ -148,13 +150,15 @@ def _end_sooner_by_ones(problem: Problem, width: int) -> bool:
     program, or under a causal mask over few keys than three programs.
 
     Blocks of three are few in a round, and may leave the last one poorly filled. Under a causal mask the longest of them are all that counts
-    where half of the rounds are one. Where there are so few blocks that their keys are split, others would have fewer parts of them.
+    where half of the rounds are one. Two consumers, which serve lengths that would leave a third one idle, are slower than two programs of one
+    in each round. Where there are so few blocks that their keys are split, others would have fewer parts of them.
     """
     others = (problem.left, problem.first, problem.ends_q, problem.bits, problem.pair_mask, problem.pair_bias) != (None,) * 6
     if others or not problem.query.shape[3] == problem.value.shape[3] == width == PANEL.value:
         return False
     count, usual = processors(problem.query.device), consumers_of(problem.query.shape[2], width)
-    if parts_of_keys(problem, _blocks(problem, usual), problem.query, OF_OUT) > 1:  # out has as many numbers as the queries
+    out = torch.empty(problem.query.shape, device="meta")
+    if parts_of_keys(problem, _blocks(problem, usual), out, OF_OUT) > 1:
         return False
     ones, threes = _blocks(problem, 1) / (2 * count), _blocks(problem, 3) / count
     if mean_keys(problem) <= (2 if usual == 2 else 1) * KEYS_OF_ONE:

@@ -100,7 +100,7 @@ def _registers(problem: Problem, tile: Tile, programs: int) -> int:
 
     With further rules or in float32 it would spill. Beside a mask three take half as long again as two, and end sooner where their last wave is
     fuller. NVIDIA H200, 2026-11-27: the backward pass of 768 rows of 768 of head dim 32 beside a mask of keys 3.88 to 3.46 ms. 2026-11-30:
-    dBias of (36, 8, 2048², 32) that heads share 1.21 to 1.04, of 2001² 1.45 to 1.26, of (36, 8, 1001²) that entries share 0.235 to 0.214.
+    dBias of (36, 8, 2048², 32) that heads share 1.22 to 1.04, of 2001² 1.46 to 1.26, of (36, 8, 1001²) that entries share 0.235 to 0.214.
     """
     device, head_dim = problem.query.device, max(problem.query.shape[3], problem.value.shape[3])
     by_key = problem.mask is not None and problem.mask.shape[2] == 1

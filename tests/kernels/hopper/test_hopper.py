@@ -459,6 +459,18 @@ def test_keys_have_three_consumers_where_their_rounds_end_sooner(
     tokens = tensor(1, 1, 1, 64).expand(batch, heads, length, 64)
     one = problem(query=tokens, key=tokens, value=tokens)
     assert backward_sizes.key_sizes(one, None).consumers == consumers
+    narrow = tokens[..., :32]  # was not timed
+    assert backward_sizes.key_sizes(problem(query=tokens, key=tokens, value=narrow), None).consumers == 3
+
+
+def test_keys_are_split_whatever_the_layout_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of one consumer would be so many that keys had fewer parts; `out` lies dense where no single stride walks the queries."""
+    for module in (forward_sizes, walk):
+        monkeypatch.setattr(module, "processors", lambda device: 132)
+    key = tensor(1, 1, 1, 1, 1).expand(2, 2, 1, 16384, 64)
+    for query in (tensor(2, 2, 1, 2048, 64), tensor(2, 3, 1, 2048, 64)[:, :2]):
+        one = leading.flattened(problem(query=query, key=key, value=key))[0]
+        assert forward_sizes.sizes_of(one, 64, 64, loaded=False) == (3, 128, 2, 1)
 
 
 @pytest.mark.parametrize("dims", [(136, 72), (192, 128), (200, 64), (250, 128)], ids=str)

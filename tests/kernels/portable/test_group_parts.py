@@ -235,6 +235,9 @@ class Rules(NamedTuple):
     bias: Any = None
 
 
+CAUSAL = Rules(None, None, 0, None)
+
+
 @pytest.mark.skipif(not interpreting() and not torch.cuda.is_available(), reason="runs a kernel")
 @pytest.mark.parametrize("wave", [None, 1, 5, 16, 132, ALL_PROGRAMS])
 @pytest.mark.parametrize(("blocks", "heads", "batch"), [(1, 1, 1), (7, 3, 2), (5, 11, 1), (3, 2, 9), (2, 20, 3)])
@@ -244,10 +247,26 @@ def test_every_block_has_one_program(blocks: int, heads: int, batch: int, wave: 
         assert found == [(block, head, entry) for block in range(blocks) for head in range(heads) for entry in range(batch)]
 
 
-def placed(blocks: int, heads: int, batch: int, walked: int, wave: int | None = None) -> list[tuple[int, ...]]:
+@pytest.mark.skipif(not interpreting() and not torch.cuda.is_available(), reason="runs a kernel")
+@pytest.mark.parametrize(
+    ("rules", "walked", "first_group"),
+    [
+        (CAUSAL, None, 7),  # 20 sequences in three groups
+        (CAUSAL._replace(bias=0), 1 << 12, 7),
+        (CAUSAL._replace(left=5), 1 << 12, 8),
+        (CAUSAL._replace(first=0), 1 << 12, 16),
+    ],
+    ids=["nothing-said", "bias", "window", "intervals"],
+)
+def test_few_sequences_begin_together_beside_what_caches_hold(rules: Rules, walked: int | None, first_group: int) -> None:
+    found = placed(3, 5, 4, walked, rules=rules)
+    assert [place[0] for place in found[: first_group + 1]] == [0] * first_group + [1]
+
+
+def placed(blocks: int, heads: int, batch: int, walked: int | None, wave: int | None = None, rules: Rules = CAUSAL) -> list[tuple[int, ...]]:
     """(block, head, batch entry) of each program, in their order, under a causal mask."""
     places = torch.full((blocks * heads * batch, 3), -1, dtype=torch.int32, device="cpu" if interpreting() else "cuda")
-    _places_kernel[(len(places),)](places, Rules(None, None, 0, None), 64 * blocks - 1, walked, heads, wave, BLOCK=64)
+    _places_kernel[(len(places),)](places, rules, 64 * blocks - 1, walked, heads, wave, BLOCK=64)
     return [tuple(place) for place in places.tolist()]
 
 
