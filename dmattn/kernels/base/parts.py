@@ -25,10 +25,10 @@ def even_parts(count: int, most: int) -> int:
     return triton.cdiv(count, triton.cdiv(count, parts)) if count else 1
 
 
-def room_of_queries(problem: Problem, result: Tensor) -> int:
-    """For how many parts of out or dQ there is room."""
+def room_of_queries(problem: Problem, numbers: int) -> int:
+    """For how many parts of out or dQ, of so many numbers, there is room."""
     room = max(ROOM_OF_QUERIES, sum(x.numel() * x.element_size() for x in (problem.key, problem.value)) // PART_OF_KEYS)
-    return room // max(4 * result.numel(), 1)
+    return room // max(4 * numbers, 1)
 
 
 def empty_parts(result: Tensor, count: int) -> Tensor:

@@ -7,13 +7,11 @@ They follow from what the host knows of a call, and from times: docs/history.md.
 import math
 from typing import NamedTuple
 
-import torch
-
 from ...problem import Problem
 from ..base.described import typical_length
 from ..base.device import processors
 from .copies import PANEL, consumers_of, copied_dims
-from .walk import OF_OUT, even_work, parts_of_keys
+from .walk import OF_OUT, even_work, parts_of_numbers
 
 # NVIDIA H200, 2026-11-21 and 22: 128 keys and 2 stages were faster than 64 keys and 2 or 3 stages on every workload of the first table.
 KEYS, STAGES = 128, 2
@@ -157,8 +155,7 @@ def _end_sooner_by_ones(problem: Problem, width: int) -> bool:
     if others or not problem.query.shape[3] == problem.value.shape[3] == width == PANEL.value:
         return False
     count, usual = processors(problem.query.device), consumers_of(problem.query.shape[2], width)
-    out = torch.empty(problem.query.shape, device="meta")
-    if parts_of_keys(problem, _blocks(problem, usual), out, OF_OUT) > 1:
+    if parts_of_numbers(problem, _blocks(problem, usual), math.prod(problem.query.shape), OF_OUT) > 1:  # out has as many as the queries
         return False
     ones, threes = _blocks(problem, 1) / (2 * count), _blocks(problem, 3) / count
     if mean_keys(problem) <= (2 if usual == 2 else 1) * KEYS_OF_ONE:

@@ -110,13 +110,18 @@ def parts_of_keys(problem: Problem, works: int, result: Any, merging: Merging) -
     The number that saves the most, less what `merging` takes, of those that have room (`parts.room_of_queries`). It is 1 where keys have lists,
     where a table has sums at its ends, which a part would not add to those of others, and for a `result` that no single strides walk.
     """
+    return parts_of_numbers(problem, works, result.numel(), merging) if isinstance(result, Tensor) else 1
+
+
+def parts_of_numbers(problem: Problem, works: int, numbers: int, merging: Merging) -> int:
+    """:func:`parts_of_keys` of a result of so many numbers that single strides walk."""
     has_lists = problem.is_masked or problem.first is not None or problem.ends_q is not None
-    if has_lists or problem.zero is not None or not isinstance(result, Tensor) or not 0 < 2 * works <= processors(problem.query.device):
+    if has_lists or problem.zero is not None or not 0 < 2 * works <= processors(problem.query.device):
         return 1
     (len_q, head_dim), (len_k, value_dim) = problem.query.shape[2:], problem.value.shape[2:]
     keys, dim = visible_keys(len_q, len_k, problem.left, problem.right), block_dim(max(head_dim, value_dim))
-    most = min(MOST_SPLITS, processors(problem.query.device) // works, keys // KEYS_OF_A_PART, room_of_queries(problem, result))
-    mib, nets = 4 * result.numel() / (1 << 20), {1: 0.0}
+    most = min(MOST_SPLITS, processors(problem.query.device) // works, keys // KEYS_OF_A_PART, room_of_queries(problem, numbers))
+    mib, nets = 4 * numbers / (1 << 20), {1: 0.0}
     for parts in range(2, most + 1):
         if parts != 3 or most == 3:  # where it pays, three take longer than four (docs/history.md)
             nets[parts] = (keys - keys / parts) * dim / 128 - merging.least - merging.of_mib * parts * mib

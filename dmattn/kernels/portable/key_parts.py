@@ -50,7 +50,7 @@ def _parts(problem: Problem, works: int, result: Any, least: int, programs_each:
         return 1
     keys = visible_keys(problem.query.shape[2], problem.key.shape[2], problem.left, problem.right)
     fill = programs_each * processors(result.device) // works
-    return max(1, min(fill, keys // least, room_of_queries(problem, result), MOST_SPLITS))
+    return max(1, min(fill, keys // least, room_of_queries(problem, result.numel()), MOST_SPLITS))
 
 
 @triton.jit
