@@ -152,7 +152,7 @@ class Ends(NamedTuple):
 
 
 PLAIN, ONCE = tl.constexpr(len(Strided._fields)), tl.constexpr(len(Stepped._fields))
-QUERIES, KEYS, TERMS = (tl.constexpr(len(kind._fields)) for kind in (OfQueries, OfKeys, OfTerms))
+FOR_QUERIES, FOR_KEYS, FOR_TERMS = (tl.constexpr(len(kind._fields)) for kind in (OfQueries, OfKeys, OfTerms))
 ALONE, FROM_BEFORE = tl.constexpr(len(Sequence._fields)), tl.constexpr(len(SpanFromBefore._fields))
 UNIT = tl.constexpr(64)  # of terms
 
@@ -222,13 +222,13 @@ def under_head(seq, head):
 @triton.jit
 def slice_pointer(t, seq):
     """Pointer to the first element of one sequence's slice."""
-    if len(t) == TERMS:
+    if len(t) == FOR_TERMS:
         return t.ptr + tl.cast(first_row_in_blocks(seq), tl.int64) * t.unit + tl.cast(seq.head, tl.int64) * t.head
     else:
         of_head = multiple(tl.cast(seq.head // t.group, tl.int64) * t.head, t.whole)
-        if len(t) == QUERIES:
+        if len(t) == FOR_QUERIES:
             return t.ptr + multiple(tl.cast(seq.begin_q, tl.int64) * t.unit, t.whole) + of_head
-        elif len(t) == KEYS:
+        elif len(t) == FOR_KEYS:
             return t.ptr + multiple(tl.cast(seq.begin_k, tl.int64) * t.unit, t.whole) + of_head
         else:
             return t.ptr + multiple(own_entry(t, tl.cast(seq.batch, tl.int64)) * t.batch, t.whole) + of_head

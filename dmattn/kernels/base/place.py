@@ -11,11 +11,11 @@ LARGEST = tl.constexpr(2147483647)
 ALL_PROGRAMS = 1 << 30  # and more
 TOGETHER = tl.constexpr(8)  # sequences side by side
 TOGETHER_BY_INTERVALS = tl.constexpr(16)  # where keys have intervals, and queries attend few of them
-# More are side by side where what the blocks of all of them walk stays in the L2 cache beside what else is read. A UNIT is 512 times 64
+# More are side by side where what the blocks of all of them walk stays in the L2 cache beside what else is read. A WALK_UNIT is 512 times 64
 # numbers, so many of which are 20 MiB of keys and values in 16 bits; float32 takes 40 MiB, and query heads that share keys count for each of
 # them. NVIDIA H200, 2026-11-30, causal, with 8 sequences and with more: forward and backward (1, 20, 2048², 64) 0.040, 0.109 and 0.034,
 # 0.089 ms, (1, 40, 1024², 64) 0.028, 0.063 and 0.024, 0.058; (2, 16, 2048², 160) forward 0.095 and 0.097, with 40 MiB 0.098 (docs/history.md).
-UNITS_IN_CACHE, UNIT = tl.constexpr(320), tl.constexpr(512)
+UNITS_IN_CACHE, WALK_UNIT = tl.constexpr(320), tl.constexpr(512)
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _even_group(number, sequences, rules, walked):
     """
     groups = tl.cdiv(sequences, TOGETHER)
     if rules.bias is None and walked is not None:
-        in_cache = tl.cdiv(sequences * tl.cdiv(walked, UNIT), UNITS_IN_CACHE)
+        in_cache = tl.cdiv(sequences * tl.cdiv(walked, WALK_UNIT), UNITS_IN_CACHE)
         groups = tl.where(2 * in_cache <= groups, tl.maximum(in_cache, 1), groups)
     fewer = sequences // groups
     longer = sequences % groups * (fewer + 1)  # sequences of groups that have one more
