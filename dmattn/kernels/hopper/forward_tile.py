@@ -124,9 +124,9 @@ def above_of(dtype):
 
 
 @gluon.constexpr_function
-def risen_of(dtype):
-    """How many tiles after such a one have a maximum of their own instead."""
-    return 7 if dtype.is_fp16() else 0
+def risen_of(dtype, hides):
+    """How many tiles after such a one have a maximum of their own: there a maximum cannot count as higher, or rows get their first pair."""
+    return 7 if dtype.is_fp16() or hides else 0
 
 
 @gluon.jit
@@ -163,11 +163,13 @@ def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constex
         sums = Sums(sums.acc, sums.weights, sums.row_max, sums.row_sum, sums.turn, (words, until))
     sums = _add_tile(context, sums, begin, which, config, EDGE=FIRST_HIDES, FIRST=True)
     open_begin, open_end = open_steps(context, after, end, which, config)
-    if HIDES_BEFORE:
+    if rules.bits is not None:  # all tiles of a walk may hide pairs, while beside a window or padding few do
+        sums = _add_near_tiles(context, sums, after, open_begin, None, which, config, EDGE=True)
+    elif HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=True)
     if rules.table is None or LISTS:
-        sums = _add_open_tiles(context, sums, open_begin, open_end, None, which, config)
+        sums = _add_near_tiles(context, sums, open_begin, open_end, None, which, config, EDGE=False)
     else:
         sums = _add_open_tiles_of_table(context, sums, open_begin, open_end, which, config)
     if HIDES_AFTER:
@@ -236,7 +238,7 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
     inner_begin, inner_end = inner_steps(begin, end, place - high + 1, place - low, config.BLOCK_N)
     number, outer_end = last, inner_begin
     for _ in range(2):
-        sums = _add_open_tiles(context, sums, begin, outer_end, number, which, config)
+        sums = _add_near_tiles(context, sums, begin, outer_end, number, which, config, EDGE=False)
         for step in range(outer_end, inner_end, config.BLOCK_N):
             sums = _add_tile(context, sums, step, which, config, EDGE=False)
         number, begin, outer_end = first, inner_end, end
@@ -244,8 +246,8 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
 
 
 @gluon.jit
-def _add_open_tiles(context, sums, begin, end, number, which: gl.constexpr, config: gl.constexpr):
-    """Sums with the tiles from one step to another. None is the first, none hides a pair, and the maximum stays where it will do.
+def _add_near_tiles(context, sums, begin, end, number, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
+    """Sums with the tiles from one step to another. None is the first, only those of an EDGE hide pairs, and the maximum stays where it will do.
 
     Beside a table of distances all pairs take one `number`, or without it each loads its own.
     """
@@ -253,22 +255,22 @@ def _add_open_tiles(context, sums, begin, end, number, which: gl.constexpr, conf
     while step < end:
         near = 1
         while (near != 0) & (step < end):
-            sums, near = _add_near_tile(context, sums, step, number, which, config)
+            sums, near = _add_near_tile(context, sums, step, number, which, config, EDGE)
             step += near * config.BLOCK_N
         if step < end:
-            sums = _add_tile(context, sums, step, which, config, EDGE=False, AGAIN=True, number=number)
+            sums = _add_tile(context, sums, step, which, config, EDGE=EDGE, AGAIN=True, number=number)
             step += config.BLOCK_N
-            RISEN: gl.constexpr = risen_of(context.tiles.v.dtype)
+            RISEN: gl.constexpr = risen_of(context.tiles.v.dtype, EDGE)
             if RISEN > 0:
                 risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
                 for after in range(step, risen, config.BLOCK_N):
-                    sums = _add_tile(context, sums, after, which, config, EDGE=False, number=number)
+                    sums = _add_tile(context, sums, after, which, config, EDGE=EDGE, number=number)
                 step = gl.maximum(step, risen)
     return sums
 
 
 @gluon.jit
-def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.constexpr):
+def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
     """(`_add_tile` with the maximum as it is, 1); or, if a score is too far above it, (the values of the tile before added, 0).
 
     The weights are not to be used then, and the stage is not given back. When it is, its bias was loaded: the threads' votes depend on it.
@@ -277,7 +279,7 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
     stage = stage_of(sums.turn, config.STAGES)[0]
     before = stage_of(sums.turn - 1, config.STAGES)[0]
     votes = barriers.votes.index(which)
-    s, acc, ahead = _scores(context, sums, step, number, which, config, EDGE=False, ADDS=True)
+    s, acc, ahead = _scores(context, sums, step, number, which, config, EDGE=EDGE, ADDS=True)
     FAR: gl.constexpr = rules.bias is not None or rules.table is not None
     if number is None:
         p = weights_at(s, sums.row_max, exponent_factor(rules), FAR=FAR, OF_NONE=LOWEST)  # [BLOCK_M, BLOCK_N]
@@ -319,8 +321,9 @@ def _scores(
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, config.PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
+    FIRST: gl.constexpr = not ADDS and not AGAIN
     if EDGE:
-        words = words_of(rules, seq, row, start, config.BLOCK_N, KEYS_DOWN=False, partial=walk.partial)
+        words = words_of(rules, seq, row, start, config.BLOCK_N, KEYS_DOWN=False, partial=walk.partial if FIRST else 1)
         hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start), words=words)
     bias = bias_vector(rules, seq, row, BLOCK_M, config.PAIRS)  # [BLOCK_M, 1] or a number
     BY_PAIRS: gl.constexpr = rules.table is not None and number is None
@@ -359,7 +362,7 @@ def _scores(
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    if EDGE and rules.bits is not None and rules.lists is not None:  # among visits that are all full the first one is no edge
+    if EDGE and FIRST and rules.bits is not None and rules.lists is not None:  # among visits that are all full the first one is no edge
         if walk.partial != 0:
             s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=True)
         else:

@@ -32,6 +32,7 @@ from ..base.overlap import follow
 from ..base.rules import load_bias2, rules_of, scores
 from ..base.softmax import sink2_of, softmax_finish, softmax_start, softmax_step
 from ..base.tiles import FEW_ROWS, Tile, block_dim, launch_options, pick
+from ..base.timed_tiles import FIVE_PROGRAMS, FOUR_PROGRAMS
 from ..base.window import keys_of_queries
 from ..visits.walk import key_lists, key_range, walk_step, walk_steps
 from .merge import MOST_SPLITS, Parts, merge_splits
@@ -47,6 +48,10 @@ PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 6, 256  # of keys and values together
 # quarter 0.137 and 0.134 (2.59, 1.94); 64 of head dim 64 by 128 and by 64 keys 0.083 and 0.076 (1.29, 0.78).
 AT_ONCE = 3  # programs of the heavier tile on a processor of sm_90, by what compiled kernels take of it; of the lighter one:
 AT_ONCE_LIGHT_64, AT_ONCE_LIGHT = 5, 4  # to head dim 64, to 128
+# Its kernels of 3000 keys, which tiles do not divide, took 136 to 142 registers, with which there are three at once, not four. NVIDIA H200,
+# 2026-11-30, 32 batch entries of 16 heads, head dim 128: one query 0.233 ms, four causal ones 0.231; in tiles of 32 keys, which take fewer
+# registers, 0.194 and 0.195 (`few_registers_nvidia_h200.json`).
+REGISTERS_LIGHT_64, REGISTERS_LIGHT = FIVE_PROGRAMS, FOUR_PROGRAMS
 POORLY_FILLED = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and
 # 0.210, 320 of head dim 256 0.174 and 0.176. The kernel that splits no keys took 0.341, 0.358 and 0.276.
@@ -211,7 +216,7 @@ def _lighter(tile: Tile, programs_each: float, problem: Problem) -> Tile:
     dim = max(block_dim(problem.key.shape[3]), block_dim(problem.value.shape[3]))
     if not is_lighter_better(programs_each, dim):
         return tile
-    return tile._replace(block_n=64) if dim <= 64 else tile._replace(stages=2)
+    return tile._replace(block_n=64, registers=REGISTERS_LIGHT_64) if dim <= 64 else tile._replace(stages=2, registers=REGISTERS_LIGHT)
 
 
 def is_lighter_better(programs_each: float, dim: int) -> bool:
