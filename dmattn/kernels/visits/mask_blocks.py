@@ -265,28 +265,24 @@ def _bits_from_anywhere(first, row, rows, height, count, ACROSS: tl.constexpr):
     place = rows * row + ahead
     shift = (place % WORD).to(tl.int32)
     pointers, real = fours + place // WORD * (WORD // 4), rows < height
-    x, y = _load_fours(pointers, real, shift, count, ACROSS)
-    following, last = _load_fours(pointers + WORD // 4, real & (shift != 0), shift - WORD, count, ACROSS)
-    low, high = _bits_of_fours(x, y) >> shift.to(tl.uint32), _bits_of_fours(following, last) << 1
+    words = _bits_of_fours(pointers, real, shift, count, ACROSS)  # [rows, ACROSS]
+    beyond = _bits_of_fours(pointers + ACROSS * (WORD // 4), real, shift - ACROSS * WORD, count, 1)  # [rows, 1]
+    number = tl.broadcast_to(tl.arange(0, ACROSS)[None, :], words.shape)
+    following = tl.where(number + 1 < ACROSS, tl.gather(words, tl.minimum(number + 1, ACROSS - 1), 1), beyond)
+    low, high = words >> shift.to(tl.uint32), following << 1
     return (low | (high << (-shift + WORD - 1).to(tl.uint32))) & _lowest(count - tl.arange(0, ACROSS)[None, :] * WORD)
 
 
 @triton.jit
-def _load_fours(pointers, real, shift, count, ACROSS: tl.constexpr):
-    """Both halves of aligned words of bytes, each as [rows, ACROSS, 4], of rows whose `count` bytes begin `shift` bytes after `pointers`."""
+def _bits_of_fours(pointers, real, shift, count, ACROSS: tl.constexpr):
+    """Which bytes of aligned words of bytes are not 0, as bits, of rows whose `count` bytes begin `shift` bytes after `pointers`."""
     across = tl.arange(0, ACROSS)[None, :] * WORD
     behind, word = across - shift, tl.arange(0, 4)[None, None, :]
     pointers = (pointers + across // 4)[:, :, None] + word
     x = tl.load(pointers, mask=(real & (behind < count))[:, :, None], other=0)
     y = tl.load(pointers + WORD // 8, mask=(real & (behind + WORD // 2 < count))[:, :, None], other=0)
-    return x, y
-
-
-@triton.jit
-def _bits_of_fours(x, y):
-    """Which of these bytes are not 0, as bits, uint32 [rows, ACROSS]."""
-    shift = (4 * tl.arange(0, 4)).to(tl.uint32)[None, None, :]
-    return tl.sum(_bits_of_word(x) << shift, 2) | (tl.sum(_bits_of_word(y) << shift, 2) << (WORD // 2))
+    place = (4 * tl.arange(0, 4)).to(tl.uint32)[None, None, :]
+    return tl.sum(_bits_of_word(x) << place, 2) | (tl.sum(_bits_of_word(y) << place, 2) << (WORD // 2))
 
 
 @triton.jit
