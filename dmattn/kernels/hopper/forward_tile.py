@@ -37,6 +37,9 @@ from .registers import (
 )
 from .walk import bias_columns_of, intervals_of, listed_key
 
+FEW_EDGES = gl.constexpr(
+    4
+)  # fewer tiles that hide pairs have a maximum of their own: where a window's two edges are, rows get their first pair
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
 
 
@@ -163,7 +166,7 @@ def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constex
         sums = Sums(sums.acc, sums.weights, sums.row_max, sums.row_sum, sums.turn, (words, until))
     sums = _add_tile(context, sums, begin, which, config, EDGE=FIRST_HIDES, FIRST=True)
     open_begin, open_end = open_steps(context, after, end, which, config)
-    if rules.bits is not None:  # all tiles of a walk may hide pairs, while beside a window or padding few do
+    if LISTS and rules.bits is not None:  # all tiles of a walk may hide pairs, while beside a window or padding few do
         sums = _add_near_tiles(context, sums, after, open_begin, None, which, config, EDGE=True)
     elif HIDES_BEFORE:
         for step in range(after, open_begin, config.BLOCK_N):
@@ -251,8 +254,16 @@ def _add_near_tiles(context, sums, begin, end, number, which: gl.constexpr, conf
 
     Beside a table of distances all pairs take one `number`, or without it each loads its own.
     """
-    step = begin
+    RISEN: gl.constexpr = risen_of(context.tiles.v.dtype, EDGE)
+    step, risen = begin, begin
+    if EDGE:
+        if context.walk.partial < FEW_EDGES:
+            risen = end
     while step < end:
+        if RISEN > 0:
+            for after in range(step, risen, config.BLOCK_N):
+                sums = _add_tile(context, sums, after, which, config, EDGE=EDGE, number=number)
+            step = gl.maximum(step, risen)
         near = 1
         while (near != 0) & (step < end):
             sums, near = _add_near_tile(context, sums, step, number, which, config, EDGE)
@@ -260,12 +271,7 @@ def _add_near_tiles(context, sums, begin, end, number, which: gl.constexpr, conf
         if step < end:
             sums = _add_tile(context, sums, step, which, config, EDGE=EDGE, AGAIN=True, number=number)
             step += config.BLOCK_N
-            RISEN: gl.constexpr = risen_of(context.tiles.v.dtype, EDGE)
-            if RISEN > 0:
-                risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
-                for after in range(step, risen, config.BLOCK_N):
-                    sums = _add_tile(context, sums, after, which, config, EDGE=EDGE, number=number)
-                step = gl.maximum(step, risen)
+            risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
     return sums
 
 

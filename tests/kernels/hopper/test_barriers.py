@@ -72,7 +72,7 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
     near, risen = chance.choice((0, 0.5, 0.9, 1)), chance.choice((0, 0, 1, 2, 7))  # how often a maximum stays, and who has its own if not
     names = functions(
         case, FORWARD if forward else QUERY_GRAD, language, change,
-        risen_of=lambda dtype, hides: risen, above_of=lambda dtype: 0.0 if risen else 32.0,
+        FEW_EDGES=chance.choice((0, 2, 4)), risen_of=lambda dtype, hides: risen, above_of=lambda dtype: 0.0 if risen else 32.0,
         place_work=lambda number, *more: (blocks[number][0], number, 0),
         all_within=lambda *given: int(chance.random() < near),
         weights_of=lambda s, *more, **how: (s, Anything()), weights_at=lambda s, *more, **how: s, rounded_pairs=lambda p, dtype: p,
