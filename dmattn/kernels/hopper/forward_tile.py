@@ -250,15 +250,14 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
 
 @gluon.jit
 def _add_near_tiles(context, sums, begin, end, number, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
-    """Sums with the tiles from one step to another. None is the first, only those of an EDGE hide pairs, and the maximum stays where it will do.
+    """Sums with the tiles from one step to another. None is the first, those of an EDGE hide pairs, and the maximum stays where it will do.
 
     Beside a table of distances all pairs take one `number`, or without it each loads its own.
     """
     RISEN: gl.constexpr = risen_of(context.tiles.v.dtype, EDGE)
     step, risen = begin, begin
     if EDGE:
-        if context.walk.partial < FEW_EDGES:
-            risen = end
+        risen = end if context.walk.partial < FEW_EDGES else begin
     while step < end:
         if RISEN > 0:
             for after in range(step, risen, config.BLOCK_N):
