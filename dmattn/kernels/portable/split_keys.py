@@ -50,7 +50,7 @@ AT_ONCE = 3  # programs of the heavier tile on a processor of sm_90, by what com
 AT_ONCE_LIGHT_64, AT_ONCE_LIGHT = 5, 4  # to head dim 64, to 128
 # Its kernels of 3000 keys, which tiles do not divide, took 136 to 142 registers, with which there are three at once, not four. NVIDIA H200,
 # 2026-11-30, 32 batch entries of 16 heads, head dim 128: one query 0.233 ms, four causal ones 0.231; in tiles of 32 keys, which take fewer
-# registers, 0.194 and 0.195 (`few_registers_nvidia_h200.json`).
+# registers, 0.194 and 0.195 (`near_tiles_and_registers_nvidia_h200.json`).
 REGISTERS_LIGHT_64, REGISTERS_LIGHT = FIVE_PROGRAMS, FOUR_PROGRAMS
 POORLY_FILLED = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and
