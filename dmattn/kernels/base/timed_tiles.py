@@ -39,11 +39,7 @@ HEAD_DIMS = (32, 64, 128, 256)  # the largest of what a tile serves, padded to a
 
 
 WHOLE = 512  # dims of a piece that is a whole head
-THREE_PROGRAMS, FOUR_PROGRAMS, FIVE_PROGRAMS = (
-    168,
-    128,
-    96,
-)  # registers of a thread with which a processor has room for so many programs of 4 warps
+THREE_PROGRAMS, FOUR_PROGRAMS, FIVE_PROGRAMS = 168, 128, 96  # registers of a thread, for so many programs of 4 warps on a processor
 
 
 class Tile(NamedTuple):
