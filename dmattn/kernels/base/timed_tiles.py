@@ -39,7 +39,8 @@ HEAD_DIMS = (32, 64, 128, 256)  # the largest of what a tile serves, padded to a
 
 
 WHOLE = 512  # dims of a piece that is a whole head
-THREE_PROGRAMS, FOUR_PROGRAMS, FIVE_PROGRAMS = 168, 128, 96  # registers of a thread, for so many programs of 4 warps on a processor
+# Registers of a thread with which a processor has room for so many programs of 4 warps. Tiles are timed with the first two.
+THREE_PROGRAMS, FOUR_PROGRAMS, FIVE_PROGRAMS = 168, 128, 96
 
 
 class Tile(NamedTuple):

@@ -1,8 +1,8 @@
 """The forward pass on Hopper (sm_90), a consumer's part of hopper/forward.py: tiles of keys, one after the other.
 
-A tile that hides no pair takes the maximum of the tiles before as long as that will do. Probabilities are then powers of 2 of the scores above
-that maximum, and their sums say whether a score was too far above it (`all_within`): bfloat16 has room for more than float16. If one was, the
-tile is computed again with its own maximum. FlashAttention-4 leaves out the rescaling of sums in the same way
+A tile that hides no pair, or some by a mask of pairs, takes the maximum of the tiles before as long as that will do. Probabilities are then
+powers of 2 of the scores above that maximum, and their sums say whether a score was too far above it (`all_within`): bfloat16 has room for more
+than float16. If one was, the tile is computed again with its own maximum. FlashAttention-4 leaves out the rescaling of sums in the same way
 (https://github.com/Dao-AILab/flash-attention, flash_attn/cute); here the search for the maximum goes too. The 64 queries of a consumer decide
 together, so the last bits of a row may depend on the rows beside it. They are the same in each run.
 """
@@ -37,9 +37,6 @@ from .registers import (
 )
 from .walk import bias_columns_of, intervals_of, listed_key
 
-FEW_EDGES = gl.constexpr(
-    4
-)  # fewer tiles that hide pairs have a maximum of their own: where a window's two edges are, rows get their first pair
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # for rows without a maximum: a finite score is then too far above it, one of -inf is not
 
 
@@ -128,8 +125,21 @@ def above_of(dtype):
 
 @gluon.constexpr_function
 def risen_of(dtype, hides):
-    """How many tiles after such a one have a maximum of their own: there a maximum cannot count as higher, or rows get their first pair."""
+    """How many tiles after such a one have a maximum of their own.
+
+    Some have in float16, whose maxima cannot count as higher, and where tiles hide pairs: rows may have their first pair in any of them, and
+    no maximum counts as higher before.
+    """
     return 7 if dtype.is_fp16() or hides else 0
+
+
+@gluon.constexpr_function
+def few_edges(queries, block_n):
+    """How many tiles of so many keys may hide pairs from a block of queries where a window's two edges are, as which rows get their first pair.
+
+    So few all have a maximum of their own.
+    """
+    return 2 * ((queries + block_n - 1) // block_n) + 1
 
 
 @gluon.jit
@@ -252,12 +262,13 @@ def _add_open_tiles_of_table(context, sums, begin, end, which: gl.constexpr, con
 def _add_near_tiles(context, sums, begin, end, number, which: gl.constexpr, config: gl.constexpr, EDGE: gl.constexpr):
     """Sums with the tiles from one step to another. None is the first, those of an EDGE hide pairs, and the maximum stays where it will do.
 
-    Beside a table of distances all pairs take one `number`, or without it each loads its own.
+    Where that does not do, the tile is computed again, and those to `risen` have maxima of their own (`risen_of`), as all of a few do
+    (`few_edges`). Beside a table of distances all pairs take one `number`, or without it each loads its own.
     """
     RISEN: gl.constexpr = risen_of(context.tiles.v.dtype, EDGE)
     step, risen = begin, begin
     if EDGE:
-        risen = end if context.walk.partial < FEW_EDGES else begin
+        risen = begin if context.walk.partial > few_edges(config.QUERIES, config.BLOCK_N) else end
     while step < end:
         if RISEN > 0:
             for after in range(step, risen, config.BLOCK_N):
@@ -270,7 +281,8 @@ def _add_near_tiles(context, sums, begin, end, number, which: gl.constexpr, conf
         if step < end:
             sums = _add_tile(context, sums, step, which, config, EDGE=EDGE, AGAIN=True, number=number)
             step += config.BLOCK_N
-            risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
+            if RISEN > 0:
+                risen = gl.minimum(step + RISEN * config.BLOCK_N, end)
     return sums
 
 
@@ -326,7 +338,7 @@ def _scores(
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, config.PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
-    FIRST: gl.constexpr = not ADDS and not AGAIN
+    FIRST: gl.constexpr = not ADDS and not AGAIN  # which hides no pair where lists name no partial block; later ones of an EDGE are partial
     if EDGE:
         words = words_of(rules, seq, row, start, config.BLOCK_N, KEYS_DOWN=False, partial=walk.partial if FIRST else 1)
         hiding = Hiding(kept=mask_of(rules, seq, rows, cols, row, start), words=words)
@@ -367,7 +379,7 @@ def _scores(
     if EDGE and rules.first is not None:
         middle2, length = intervals_of(tiles.intervals, stage, config.BLOCK_N, config.SUB, config.PAIRS)  # [1, BLOCK_N] each
         hiding = Hiding(rows2=(2 * (row + rows)).to(gl.float32), middle2=middle2, length=length)
-    if EDGE and FIRST and rules.bits is not None and rules.lists is not None:  # among visits that are all full the first one is no edge
+    if EDGE and FIRST and rules.bits is not None and rules.lists is not None:
         if walk.partial != 0:
             s = ruled(s, bias, hiding, rules, seq, row + rows, start + cols, EDGE=True)
         else:

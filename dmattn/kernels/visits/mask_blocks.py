@@ -259,7 +259,10 @@ def _bits_of_single(first, row, rows, height, count, ACROSS: tl.constexpr):
 
 @triton.jit
 def _bits_from_anywhere(first, row, rows, height, count, ACROSS: tl.constexpr):
-    """The same in aligned words of bytes, which reach past a row's ends. A word of a row's bits is made of the bits of two of them."""
+    """The same in aligned words of bytes, which reach past a row's ends. A word of a row's bits is made of the bits of two of them.
+
+    That after the last is `beyond`, which a row has a part of where it begins within a word.
+    """
     ahead = first.to(tl.int64) % WORD
     fours = tl.multiple_of(first - ahead, [WORD]).to(tl.pointer_type(tl.int32))
     place = rows * row + ahead

@@ -70,9 +70,10 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
         return Anything()
 
     near, risen = chance.choice((0, 0.5, 0.9, 1)), chance.choice((0, 0, 1, 2, 7))  # how often a maximum stays, and who has its own if not
+    few = chance.choice((0, 2, 4))
     names = functions(
         case, FORWARD if forward else QUERY_GRAD, language, change,
-        FEW_EDGES=chance.choice((0, 2, 4)), risen_of=lambda dtype, hides: risen, above_of=lambda dtype: 0.0 if risen else 32.0,
+        few_edges=lambda queries, block_n: few, risen_of=lambda dtype, hides: risen, above_of=lambda dtype: 0.0 if risen else 32.0,
         place_work=lambda number, *more: (blocks[number][0], number, 0),
         all_within=lambda *given: int(chance.random() < near),
         weights_of=lambda s, *more, **how: (s, Anything()), weights_at=lambda s, *more, **how: s, rounded_pairs=lambda p, dtype: p,
@@ -285,6 +286,8 @@ DEEP = " " * 16  # as these stand
         ("forward", "bias loaded", "ahead\n    if config.AHEAD and not AGAIN:", "ahead\n    if config.AHEAD:", "the bias of another tile"),
         ("forward", "bias loaded", "until = gl.minimum(end, context.seq.len_k)", "until = end - config.BLOCK_N", "a bias that was left out"),
         ("forward", "plain", "mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)", "pass", WAITS),
+        ("forward", "lists", "step = gl.maximum(step, risen)", "pass", WAITS),
+        ("forward", "lists", "EDGE=EDGE, ADDS=True)", "EDGE=False, ADDS=True)", "an open tile hides a pair"),
         ("dQ", "lists", "visit = (step - walk.full_end) // SUB", "visit = (step + SUB - walk.full_end) // SUB", "a tile is missing"),
         ("dQ", "parts", "(part + 1) // lengths.parts", "(part + 2) // lengths.parts", "a tile is added twice"),
         ("dK and dV", "causal", "mbarrier.arrive(barriers.p.index(1), count=1)", "pass", WAITS),

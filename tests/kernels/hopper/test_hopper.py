@@ -11,7 +11,7 @@ import torch
 from conftest import NEEDS_CUDA, needs_cuda
 from torch import Tensor
 
-from dmattn import IntervalMask, RelativeBias, attention, attention_varlen
+from dmattn import BlockMask, IntervalMask, RelativeBias, attention, attention_varlen
 from dmattn.equivalence import Case, check
 from dmattn.execution import replay
 from dmattn.problem import Gradients, Problem
@@ -856,6 +856,40 @@ def test_a_maximum_that_rises_late_is_found(kind: str, dtype: torch.dtype, head_
         scores = scale * query.double() @ key.double().mT + bias.double()
         if causal:
             scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1 + len_k - len_q), float("-inf"))
+        expected = scores.logsumexp(-1)
+        weights = (scores - expected.where(expected.isfinite(), 0.0)[..., None]).exp()
+        torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-5)
+        torch.testing.assert_close(out.double(), weights @ value.double(), rtol=0.0, atol=3e-2 if dtype == torch.bfloat16 else 6e-3)
+
+
+@needs_cuda
+@pytest.mark.parametrize("prepared", [False, True], ids=["mask", "block mask"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kept", ["half", "keys from a query's own on", "one key in 200", "few tiles"])
+@pytest.mark.parametrize("kind", ["none", "rises by 8 a tile", "few much higher"])
+def test_a_maximum_that_rises_late_is_found_under_a_mask_of_pairs(
+    kind: str, kept: str, dtype: torch.dtype, head_dim: int, prepared: bool
+) -> None:
+    """Tiles that hide pairs are weighed so, too. In any of them rows may get their first pair; every seventh row gets none."""
+    len_q, len_k = 392, 300 if kept == "few tiles" else 2056
+    query, key, value = (tensor(1, 2, length, head_dim, dtype=dtype, device="cuda") for length in (len_q, len_k, len_k))
+    bias = None if kind == "none" else rising(kind, len_q, len_k, 0.0).to(dtype).contiguous()
+    rows, random = torch.arange(len_q, device="cuda")[:, None], torch.rand(2, len_q, len_k, device="cuda")
+    mask = {
+        "half": random < 0.5,
+        "keys from a query's own on": (random < 0.5) & (torch.arange(len_k, device="cuda") >= rows * 29 % 1900),
+        "one key in 200": random < 0.005,
+        "few tiles": random < 0.5,
+    }[kept] & (rows % 7 != 0)
+    mask = mask[None]
+    given: Any = BlockMask.from_mask(mask) if prepared else mask
+    for scale in (head_dim**-0.5, 1.0):
+        out, lse = attention(query, key, value, bias=bias, mask=given, scale=scale, return_lse=True)
+        again, _ = attention(query, key, value, bias=bias, mask=given, scale=scale, return_lse=True)
+        assert torch.equal(out, again)
+        scores = scale * query.double() @ key.double().mT + (0.0 if bias is None else bias.double())
+        scores.masked_fill_(~mask, float("-inf"))
         expected = scores.logsumexp(-1)
         weights = (scores - expected.where(expected.isfinite(), 0.0)[..., None]).exp()
         torch.testing.assert_close(lse.double(), expected, rtol=1e-6, atol=1e-5)
