@@ -49,9 +49,9 @@ PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 6, 256  # of keys and values together
 AT_ONCE = 3  # programs of the heavier tile on a processor of sm_90, by what compiled kernels take of it; of the lighter one:
 AT_ONCE_LIGHT_64, AT_ONCE_LIGHT = 5, 4  # to head dim 64, to 128
 # Registers of a thread with which as many have room. Without a bound most kernels over keys that tiles do not divide take more, 136 to 205 to
-# head dim 128, and to 128 to 64, so that one program fewer runs at once. NVIDIA H200, 2026-11-30, 32 batch entries of 16 heads of 128 dims, 3000
-# keys: one query 0.233 ms with 138, four causal ones 0.231 with 142, four without a mask 0.192 with 128. A bound spills little, also beside what
-# `pick` has none beside.
+# head dim 128, and to 128 to 64, so that one program fewer runs at once. NVIDIA H200, 2026-11-30, 32 batch entries of 16 heads of 128 dims,
+# 3000 keys: one query 0.233 ms with 138, four causal ones 0.231 with 142, four without a mask 0.192 with 128. A bound spills little, also
+# beside what `pick` has none beside.
 REGISTERS_LIGHT_64, REGISTERS_LIGHT = FIVE_PROGRAMS, FOUR_PROGRAMS
 POORLY_FILLED = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and

@@ -317,7 +317,7 @@ DEEP = " " * 16  # as these stand
         (ALL, "causal", "visited = 0\n", "visited = visited if turn > 0 else 0\n", "a tile of dBias is stored twice or not at all"),
         (ALL, "plain", "config.BLOCK_M).store(none)", "config.BLOCK_M).store(none) if turn == 0 else None", "dq of other queries"),
     ],
-    ids=range(35),
+    ids=range(37),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some case, with a line or two of a file changed, and no case after it is run. The check that fails then is not explained.
