@@ -29,8 +29,8 @@ ATTENDED = tl.constexpr(states_of_a_mask.ATTENDED)
 HIDDEN = tl.constexpr(states_of_a_mask.HIDDEN)
 BLOCK, WORD = tl.constexpr(bits_of_a_mask.BLOCK), tl.constexpr(bits_of_a_mask.WORD)
 ELEMENTS = 8192  # that a program of the scan takes of a mask, each a word or a byte: 32 KiB of one read in words; but whole blocks with bits
-# The same in bytes of rows that begin anywhere, and registers of a thread: with fewer its loads wait for one another. NVIDIA H200, 2026-11-30,
-# 68 x 3 heads of 1025 x 1025 in 0.115 ms, with as many as the assembler takes in 0.137, byte by byte in 0.265; 197 x 197 0.036, 0.043, 0.102.
+# The same in bytes of rows that begin anywhere, and registers of a thread: with fewer, loads waited for one another. NVIDIA H200, 2026-11-30,
+# 68 x 3 heads of 1025 x 1025 in 0.088 ms, with twice the bytes 0.086; 30 x 6 of 1500 x 1500 0.152, 0.146; 32 of 300 x 300 0.0049, 0.0054.
 BYTES_FROM_ANYWHERE, REGISTERS = 16384, 64
 
 
