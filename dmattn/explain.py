@@ -16,6 +16,7 @@ from .costs import Call, Copies
 from .execution import backend, torch_kernel
 from .factors import joined
 from .functional import attention
+from .precision import dot_precision
 from .problem import Gradients, Problem
 from .targets import PEAKS, Peak, device_of
 
@@ -128,8 +129,9 @@ def explain(
 
     With P visible pairs of query and key in all batch entries and heads, a matrix product takes ``2 * P * D`` or ``2 * P * Dv`` operations.
     A forward pass has two. A backward pass has five, and those that its kernels repeat, but for one: in float32 over head dim 64 dV has a
-    kernel of its own, whose scores are not counted. ``seconds = max(flops / peak, bytes / bandwidth)``, with half of the peak of 16-bit
-    products for float32: a bound, as kernels make several products of parts of float32 numbers.
+    kernel of its own, whose scores are not counted. ``seconds = max(flops / peak, bytes / bandwidth)``, with the peak of 16-bit
+    products. For float32 it is a sixth of that, as kernels add six products of bfloat16 parts, an eighth on MI300X, which has products of
+    float32, and half of it where torch is asked for TF32 (:mod:`dmattn.precision`).
 
     Args:
         query: (..., H, Sq, D), key: (..., Hk, Sk, D), value: (..., Hk, Sk, Dv), as :func:`dmattn.attention` takes them: any number of axes
@@ -243,8 +245,8 @@ def _costing(
 ) -> Pass:
     moved, seconds, dtype = call.bytes_moved(name) if rows else 0, None, call.problem.query.dtype
     if peak is not None and dtype != torch.float64:
-        rate = peak.flops / (2 if dtype == torch.float32 else 1)
-        seconds = max(flops / rate, moved / peak.bandwidth)
+        products = 1 if dtype != torch.float32 else 2 if dot_precision(dtype) == "tf32" else peak.of_float32
+        seconds = max(flops * products / peak.flops, moved / peak.bandwidth)
     is_masked = call.problem.is_masked or call.problem.first is not None
     names, makes = tuple(row for row, _ in rows), tuple(made for _, made in rows)
     return Pass(name, names, makes, refusals, *memory, flops, moved, seconds, is_masked)

@@ -20,14 +20,15 @@ class Peak(NamedTuple):
     processors: int
     flops: float  # a second, of float16 and bfloat16; half as many of TF32
     bandwidth: float  # bytes a second
+    of_float32: int  # products of 16 bits in the time of one of float32, as kernels make it by default (:mod:`dmattn.precision`)
 
 
 # NVIDIA's data sheets of A100 (SXM, 80 GB), H200 and B200 (HGX), AMD's of MI300X.
 PEAKS = {
-    "sm_80": Peak("A100", 108, 312e12, 2.039e12),
-    "sm_90": Peak("H200", 132, 989e12, 4.8e12),
-    "sm_100": Peak("B200", 148, 2250e12, 8.0e12),
-    "gfx942": Peak("MI300X", 304, 1307e12, 5.3e12),
+    "sm_80": Peak("A100", 108, 312e12, 2.039e12, 6),
+    "sm_90": Peak("H200", 132, 989e12, 4.8e12, 6),
+    "sm_100": Peak("B200", 148, 2250e12, 8.0e12, 6),
+    "gfx942": Peak("MI300X", 304, 1307e12, 5.3e12, 8),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -574,12 +575,15 @@ def test_a_broadcast_axis_is_read_once() -> None:
     assert plain.bytes - read_once.bytes == 2 * (2 * 300 - 1) * 8 * 128
 
 
-def test_time_is_the_larger_of_products_and_bytes_at_the_peak() -> None:
+def test_time_is_the_larger_of_products_and_bytes_at_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     long, short = explain(*same(1, 1, 8192, 128), target="sm_90").passes[0], explain(*same(64, 64, 16, 128), target="sm_90").passes[0]
     assert long.seconds == pytest.approx(4 * 8192**2 * 128 / 989e12)
     assert short.seconds == pytest.approx(short.bytes / 4.8e12)
-    wide = explain(*same(1, 1, 8192, 128, dtype=FP32), target="sm_90").passes[0]
-    assert wide.seconds == pytest.approx(2 * long.seconds)
+    wide = same(1, 1, 8192, 128, dtype=FP32)
+    assert explain(*wide, target="sm_90").passes[0].seconds == pytest.approx(6 * long.seconds)
+    assert explain(*wide, target="gfx942").passes[0].seconds == pytest.approx(8 * 4 * 8192**2 * 128 / 1307e12)
+    monkeypatch.setattr(import_module("dmattn.explain"), "dot_precision", lambda dtype: "tf32")
+    assert explain(*wide, target="sm_90").passes[0].seconds == pytest.approx(2 * long.seconds)
     assert explain(*QUERY, target="sm_120", processors=170).passes[0].seconds is None
 
 
