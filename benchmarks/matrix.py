@@ -6,7 +6,8 @@ at a time; then they are measured one after another, each alone on the GPU. Time
 that is not installed, refuses or fails is recorded with its reason. One whose results are far from ours is recorded with the difference, and
 is no peer. Ours is judged against float64 on each row (benchmarks/row_check.py).
 
-The result file is written after each row. `--resume` measures the rows that it does not have yet.
+The result file is written after each row. `--resume` measures the rows that it does not have yet. Every fifth row is measured first, then those
+behind them, and so on, for a run that its time ends to have some of every kind.
 
 `--against` compares two versions of the package instead: see benchmarks/against.py.
 """
@@ -36,6 +37,7 @@ from dmattn.report import show_table
 DEFAULT_PEERS = ("flex", "sdpa", "sdpa_cudnn", "cudnn", "fa4", "fa4_deterministic", "trifast", "protenix", "openfold3")
 WRONG = {"forward": 0.05, "backward": 0.2}  # of the norm of ours: dtypes and orders of sums differ by less, other masks by more
 MEASURE_SECONDS = 120.0  # of one row
+TURNS = 5  # rows of a kind stand together
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,13 +65,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.add or (options.resume and target is not None and target.exists()):
         rows = keep(result, harness.read_json(target, "--resume" if options.resume else "--add"), rows, options.resume)
 
+    places = {workload.name: place for place, workload in enumerate(options.rows)}
+
     def save() -> None:
+        result["rows"].sort(key=lambda entry: places.get(entry["work"], -1))  # behind what other rows there were
+        result["not_reached"].sort(key=places.__getitem__)
         result["means"] = means(result["rows"])
         result["seconds"] = options.seconds - (deadline - time.monotonic())
         if target is not None:
             harness.write_json(target, result)
 
-    for workload, worker, prepared in prepared_rows(rows, [replace(settings, judges=True)], options.jobs, deadline):
+    for workload, worker, prepared in prepared_rows(in_turns(rows), [replace(settings, judges=True)], options.jobs, deadline):
         answer = ask(worker[0], {"do": "measure"}, min(MEASURE_SECONDS, deadline - time.monotonic()))
         if answer.get("error") == NOT_REACHED:
             result["not_reached"].append(workload.name)
@@ -84,6 +90,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if target is not None:
         print(target)
     return 0 if result["rows"] and not result["not_reached"] and all(map(is_sound, result["rows"])) else 1
+
+
+def in_turns(rows: Sequence[Workload]) -> list[Workload]:
+    """Every row of so many `TURNS`, then every next one, and so on."""
+    return [row for first in range(TURNS) for row in rows[first::TURNS]]
 
 
 def keep(result: Record, earlier: Record, rows: Sequence[Workload], resumes: bool) -> list[Workload]:

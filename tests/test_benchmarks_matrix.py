@@ -70,6 +70,15 @@ def test_matrix_measures_rows_in_processes_of_their_own(tmp_path, monkeypatch, c
     assert "--add: expected a result of the sources at hand" in said
 
 
+def test_a_run_that_its_time_ends_has_rows_of_every_kind(scripts):
+    rows = scripts("matrix_rows").MATRIX
+    turns = scripts("matrix").in_turns(rows)
+    assert turns != list(rows)
+    assert len(turns) == len(rows) == len({row.name for row in turns})
+    for known in ("alibi", "table", "mask", "padded", "documents", "window", "softcap", "inference", "dtype", "bias"):
+        assert any(getattr(row, known) for row in turns[: len(rows) // 2]), known
+
+
 def test_rows_are_many_and_of_every_kind(scripts):
     rows = scripts("matrix_rows").MATRIX
     assert len({row.name for row in rows}) == len(rows) >= 60
