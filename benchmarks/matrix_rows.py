@@ -1,7 +1,7 @@
-"""The rows of the matrix: problems as real models have them, in kinds rather than in tuned shapes. Tensors lie in memory as (B, S, H, D).
+"""The rows of the matrix: problems as real models have them, by kind. Tensors lie in memory as (B, S, H, D).
 
 A name tells the model or the kind, what stands beside it, and the length where that matters. Rows of benchmarks/speed.py, which are measured
-there too, come first, and those of decoding after language models, as the time of a run may end before the last rows.
+there too, come first. Kinds of which rows drawn at random were behind a peer have joined since.
 """
 
 from __future__ import annotations

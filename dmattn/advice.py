@@ -63,7 +63,7 @@ def look_at_layout(query: Tensor, key: Tensor) -> None:
     heads, len_q, len_k = query.shape[-3], query.shape[-2], key.shape[-2]
     if len_q > 1 and heads > max(len_q, len_k):
         caller = _caller.get()
-        mistaken = caller.mistaken or "(B, S, H, D) layout? transpose(1, 2)"
+        mistaken = caller.mistaken or "(B, S, H, D) layout? transpose(-3, -2)"
         name = caller.names.get("query", "query")
         once(logging.WARNING, f"{name}: has {heads} heads of {len_q} queries; {mistaken}", f"layout of {name}: {mistaken}")
 

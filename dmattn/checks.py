@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 512
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
 OF_PAIRS = ("mask", "attn_mask", "bias")  # the names of arguments with these axes
 NESTED = "(..., H, Sq, Sk)"  # those where the leading axes are not one
-TRANSPOSED = "; (B, S, H, D) layout? transpose(1, 2)"  # what a message adds where lengths and heads fit only in each other's place
+TRANSPOSED = "; (B, S, H, D) layout? transpose(-3, -2)"  # what a message adds where lengths and heads fit only in each other's place
 HEADS_FIRST = "; (H, T, D) layout? transpose(0, 1) makes it (T, H, D)"  # the same of packed sequences
 MAPPED_BLOCKS = "dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped"
 UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit

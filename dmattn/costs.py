@@ -78,15 +78,18 @@ class Call:
         pairs = self.between_ends.pairs if "d_bias of distances" in made else self.seen.pairs
         return 2 * size * pairs * math.prod(sequences)
 
-    def bytes_moved(self, name: str) -> int:
-        """Those of each input and each result once, without what causal and the window hide."""
+    def bytes_moved(self, name: str, reads_mask: bool = True) -> int:
+        """Those of each input and each result once, without what causal and the window hide.
+
+        A pass that does not read all of its mask has the mask's states, which may say that nothing is hidden.
+        """
         problem, seen = self.problem, self.seen
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
         total += sum(self._along(x[..., None], seen.keys) for name in BOUNDS if (x := getattr(problem, name)) is not None)
         if problem.bias is not None:
             total += self._between(problem.bias) if problem.zero is None else _size(problem.bias)
         total += _size(problem.sinks)
-        if problem.mask is not None and (name == "forward" or self.states is None):  # whose states say that nothing is hidden
+        if problem.mask is not None and reads_mask:
             total += self._between(problem.mask)
         total += _size(problem.blocks, problem.bits, problem.states)
         if name == "forward":
@@ -94,6 +97,16 @@ class Call:
         results = _size(*self.gradients)
         read = self._along(self.out, seen.queries) + self._along(self.out, seen.queries) + self._along(self.lse[..., None], seen.queries)
         return total + read + results + _size(self.states) + (_size(self.lse) if self.with_lse else 0)
+
+    def scans_mask(self, choices: tuple[Choice, ...]) -> bool:
+        """Whether a backward pass by these rows reads the whole mask, for its bits or states."""
+        from .kernels.base.leading import flattened
+        from .kernels.run import bits_for, scans_itself
+
+        if self.problem.mask is None:
+            return False
+        problem, out = flattened(self.problem, self.out)
+        return bits_for(problem, choices) is not None or scans_itself(problem, out, choices)
 
     def _along(self, x: Tensor, length: int) -> int:
         *sequences, rows, cols = _sizes(x)

@@ -220,18 +220,19 @@ def _by_rows(call: Call, name: str, choices: tuple[Choice, ...], peak: Peak | No
     of_target = [(choice.traits.family, choice.traits.processors) for choice in choices[:1]]
     with rehearsed_for(*of_target[0]) if of_target else nullcontext():
         memory, parts = call.memory(name, choices), call.parts(name, choices)
+        moved = call.bytes_moved(name, name == "forward" or call.scans_mask(choices)) if choices else 0
         query_parts = 1 if name == "forward" else call.query_parts(choices)
     refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
     flops = sum(call.products(choice.makes, choice.row.reads) for choice in choices)
     rows = tuple((choice.row.name, _results(choice.makes)) for choice in choices)
     copies = tuple(reason for _, reason in choices[0].traits.aligned) if choices else ()
-    return _costing(call, name, rows, tuple(refusals), memory, flops, peak)._replace(copies=copies, parts=parts, query_parts=query_parts)
+    return _costing(call, name, rows, tuple(refusals), memory, flops, moved, peak)._replace(copies=copies, parts=parts, query_parts=query_parts)
 
 
 def _by_pytorch(call: Call, name: str, row: str, peak: Peak | None) -> Pass:
     """A pass by PyTorch's operations, whose memory is not counted."""
     made = {"out"} if name == "forward" else {f"d_{name}" for name, need in zip(NAMES, call.needs, strict=True) if need}
-    return _costing(call, name, ((row, _results(made)),), (), (None, ()), call.products(made, ()), peak)
+    return _costing(call, name, ((row, _results(made)),), (), (None, ()), call.products(made, ()), call.bytes_moved(name), peak)
 
 
 def _costing(
@@ -241,9 +242,10 @@ def _costing(
     refusals: tuple[Refusal, ...],
     memory: tuple[int | None, tuple[str, ...]],
     flops: int,
+    moved: int,
     peak: Peak | None,
 ) -> Pass:
-    moved, seconds, dtype = call.bytes_moved(name) if rows else 0, None, call.problem.query.dtype
+    seconds, dtype = None, call.problem.query.dtype
     if peak is not None and dtype != torch.float64:
         products = 1 if dtype != torch.float32 else 2 if dot_precision(dtype) == "tf32" else peak.of_float32
         seconds = max(flops * products / peak.flops, moved / peak.bandwidth)

@@ -587,6 +587,15 @@ def test_time_is_the_larger_of_products_and_bytes_at_the_peak(monkeypatch: pytes
     assert explain(*QUERY, target="sm_120", processors=170).passes[0].seconds is None
 
 
+@pytest.mark.parametrize(("target", "is_scanned"), [("sm_90", True), ("sm_80", False)])
+def test_a_backward_pass_by_bits_reads_its_mask_again(target: str, is_scanned: bool) -> None:
+    """Kernels of other GPUs go by states of the forward pass, which may say that nothing is hidden."""
+    mask = torch.empty((10, 2, 2000, 2000), dtype=torch.bool, device="meta")
+    masked, plain = (explain(*same(10, 2, 2000, 24), mask=given, target=target).passes[1] for given in (mask, None))
+    states = 10 * 2 * 63 * 63
+    assert masked.bytes - plain.bytes == states + (mask.numel() if is_scanned else 0)
+
+
 def test_lse_that_is_returned_brings_a_gradient_to_read() -> None:
     with_lse, without = (explain(*QUERY, return_lse=given, target="sm_90") for given in (True, False))
     assert with_lse.passes[1].bytes - without.passes[1].bytes == 2 * 8 * 300 * 4
