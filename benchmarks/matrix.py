@@ -6,8 +6,8 @@ at a time; then they are measured one after another, each alone on the GPU. Time
 that is not installed, refuses or fails is recorded with its reason. One whose results are far from ours is recorded with the difference, and
 is no peer. Ours is judged against float64 on each row (benchmarks/row_check.py).
 
-The result file is written after each row. `--resume` measures the rows that it does not have yet. Every fifth row is measured first, then those
-behind them, and so on, for a run that its time ends to have some of every kind.
+The result file is written after each row. `--resume` measures the rows that it does not have yet. Rows of a kind
+stand together, so every fifth row is measured first, then those behind each of these, and so on: a run that ends early has most kinds.
 
 `--against` compares two versions of the package instead: see benchmarks/against.py.
 """
@@ -37,7 +37,7 @@ from dmattn.report import show_table
 DEFAULT_PEERS = ("flex", "sdpa", "sdpa_cudnn", "cudnn", "fa4", "fa4_deterministic", "trifast", "protenix", "openfold3")
 WRONG = {"forward": 0.05, "backward": 0.2}  # of the norm of ours: dtypes and orders of sums differ by less, other masks by more
 MEASURE_SECONDS = 120.0  # of one row
-TURNS = 5  # rows of a kind stand together
+TURNS = 5  # in which rows are measured: most kinds have about as many or more
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def in_turns(rows: Sequence[Workload]) -> list[Workload]:
-    """Every row of so many `TURNS`, then every next one, and so on."""
+    """The rows in the order in which they are measured."""
     return [row for first in range(TURNS) for row in rows[first::TURNS]]
 
 

@@ -81,7 +81,7 @@ class Call:
     def bytes_moved(self, name: str, reads_mask: bool = True) -> int:
         """Those of each input and each result once, without what causal and the window hide.
 
-        A pass that does not read all of its mask has the mask's states, which may say that nothing is hidden.
+        A pass that does not read its mask goes by the mask's states, which may say that nothing is hidden.
         """
         problem, seen = self.problem, self.seen
         total = self._along(problem.query, seen.queries) + self._along(problem.key, seen.keys) + self._along(problem.value, seen.keys)
@@ -98,15 +98,16 @@ class Call:
         read = self._along(self.out, seen.queries) + self._along(self.out, seen.queries) + self._along(self.lse[..., None], seen.queries)
         return total + read + results + _size(self.states) + (_size(self.lse) if self.with_lse else 0)
 
-    def scans_mask(self, choices: tuple[Choice, ...]) -> bool:
-        """Whether a backward pass by these rows reads the whole mask, for its bits or states."""
+    def reads_mask(self, choices: tuple[Choice, ...]) -> bool:
+        """Whether a backward pass by these rows reads its mask again: for bits or states, or as none of its kernels goes by states."""
         from .kernels.base.leading import flattened
         from .kernels.run import bits_for, scans_itself
 
         if self.problem.mask is None:
             return False
         problem, out = flattened(self.problem, self.out)
-        return bits_for(problem, choices) is not None or scans_itself(problem, out, choices)
+        by_bytes = any(not choice.row.looks_for_blocks and not choice.makes.isdisjoint(("d_query", "d_key", "d_value")) for choice in choices)
+        return by_bytes or bits_for(problem, choices) is not None or scans_itself(problem, out, choices)
 
     def _along(self, x: Tensor, length: int) -> int:
         *sequences, rows, cols = _sizes(x)

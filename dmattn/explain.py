@@ -16,7 +16,6 @@ from .costs import Call, Copies
 from .execution import backend, torch_kernel
 from .factors import joined
 from .functional import attention
-from .precision import dot_precision
 from .problem import Gradients, Problem
 from .targets import PEAKS, Peak, device_of
 
@@ -130,8 +129,8 @@ def explain(
     With P visible pairs of query and key in all batch entries and heads, a matrix product takes ``2 * P * D`` or ``2 * P * Dv`` operations.
     A forward pass has two. A backward pass has five, and those that its kernels repeat, but for one: in float32 over head dim 64 dV has a
     kernel of its own, whose scores are not counted. ``seconds = max(flops / peak, bytes / bandwidth)``, with the peak of 16-bit
-    products. For float32 it is a sixth of that, as kernels add six products of bfloat16 parts, an eighth on MI300X, which has products of
-    float32, and half of it where torch is asked for TF32 (:mod:`dmattn.precision`).
+    products. For float32 that is a sixth of it, as kernels add six products of bfloat16 parts, half of it where torch is asked for TF32, and
+    the peak of plain float32 where torch is asked for "ieee", or on AMD's GPUs (:mod:`dmattn.precision`).
 
     Args:
         query: (..., H, Sq, D), key: (..., Hk, Sk, D), value: (..., Hk, Sk, Dv), as :func:`dmattn.attention` takes them: any number of axes
@@ -220,7 +219,7 @@ def _by_rows(call: Call, name: str, choices: tuple[Choice, ...], peak: Peak | No
     of_target = [(choice.traits.family, choice.traits.processors) for choice in choices[:1]]
     with rehearsed_for(*of_target[0]) if of_target else nullcontext():
         memory, parts = call.memory(name, choices), call.parts(name, choices)
-        moved = call.bytes_moved(name, name == "forward" or call.scans_mask(choices)) if choices else 0
+        moved = call.bytes_moved(name, name == "forward" or call.reads_mask(choices)) if choices else 0
         query_parts = 1 if name == "forward" else call.query_parts(choices)
     refusals = dict.fromkeys(Refusal(*refusal) for choice in choices for refusal in choice.refusals)
     flops = sum(call.products(choice.makes, choice.row.reads) for choice in choices)
@@ -247,8 +246,7 @@ def _costing(
 ) -> Pass:
     seconds, dtype = None, call.problem.query.dtype
     if peak is not None and dtype != torch.float64:
-        products = 1 if dtype != torch.float32 else 2 if dot_precision(dtype) == "tf32" else peak.of_float32
-        seconds = max(flops * products / peak.flops, moved / peak.bandwidth)
+        seconds = max(flops / peak.rate(dtype), moved / peak.bandwidth)
     is_masked = call.problem.is_masked or call.problem.first is not None
     names, makes = tuple(row for row, _ in rows), tuple(made for _, made in rows)
     return Pass(name, names, makes, refusals, *memory, flops, moved, seconds, is_masked)

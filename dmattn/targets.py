@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .execution import backend
+from .precision import dot_precision
 from .problem import Problem
 
 __all__ = ["PEAKS", "Peak", "device_of", "target_of"]
@@ -20,15 +21,23 @@ class Peak(NamedTuple):
     processors: int
     flops: float  # a second, of float16 and bfloat16; half as many of TF32
     bandwidth: float  # bytes a second
-    of_float32: int  # products of 16 bits in the time of one of float32, as kernels make it by default (:mod:`dmattn.precision`)
+    float32: float  # operations a second of float32 numbers as they are
+    in_parts: bool = True  # whether kernels may make products of float32 numbers of others (:mod:`dmattn.precision`)
+
+    def rate(self, dtype: torch.dtype) -> float:
+        """Operations a second of products of a dtype, as kernels make them: of float32 by six products of bfloat16, or as torch is asked to."""
+        if dtype != torch.float32:
+            return self.flops
+        precision = dot_precision(dtype) if self.in_parts else "ieee"
+        return self.float32 if precision == "ieee" else self.flops / (2 if precision == "tf32" else 6)
 
 
 # NVIDIA's data sheets of A100 (SXM, 80 GB), H200 and B200 (HGX), AMD's of MI300X.
 PEAKS = {
-    "sm_80": Peak("A100", 108, 312e12, 2.039e12, 6),
-    "sm_90": Peak("H200", 132, 989e12, 4.8e12, 6),
-    "sm_100": Peak("B200", 148, 2250e12, 8.0e12, 6),
-    "gfx942": Peak("MI300X", 304, 1307e12, 5.3e12, 8),
+    "sm_80": Peak("A100", 108, 312e12, 2.039e12, 19.5e12),
+    "sm_90": Peak("H200", 132, 989e12, 4.8e12, 67e12),
+    "sm_100": Peak("B200", 148, 2250e12, 8.0e12, 75e12),
+    "gfx942": Peak("MI300X", 304, 1307e12, 5.3e12, 163.4e12, in_parts=False),
 }
 
 

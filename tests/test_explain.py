@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dmattn
-from dmattn import BlockMask, FactoredBias, IntervalMask, RelativeBias, attention, explain, factors
+from dmattn import BlockMask, FactoredBias, IntervalMask, RelativeBias, attention, explain, factors, targets
 from dmattn.equivalence import Case
 from dmattn.execution import backend
 from dmattn.execution.passes import learned_of
@@ -580,10 +579,10 @@ def test_time_is_the_larger_of_products_and_bytes_at_the_peak(monkeypatch: pytes
     assert long.seconds == pytest.approx(4 * 8192**2 * 128 / 989e12)
     assert short.seconds == pytest.approx(short.bytes / 4.8e12)
     wide = same(1, 1, 8192, 128, dtype=FP32)
-    assert explain(*wide, target="sm_90").passes[0].seconds == pytest.approx(6 * long.seconds)
-    assert explain(*wide, target="gfx942").passes[0].seconds == pytest.approx(8 * 4 * 8192**2 * 128 / 1307e12)
-    monkeypatch.setattr(import_module("dmattn.explain"), "dot_precision", lambda dtype: "tf32")
-    assert explain(*wide, target="sm_90").passes[0].seconds == pytest.approx(2 * long.seconds)
+    for precision, of_nvidia in (("bf16x6", 989e12 / 6), ("tf32", 989e12 / 2), ("ieee", 67e12)):
+        monkeypatch.setattr(targets, "dot_precision", lambda dtype, precision=precision: precision)
+        assert explain(*wide, target="sm_90").passes[0].seconds == pytest.approx(4 * 8192**2 * 128 / of_nvidia)
+        assert explain(*wide, target="gfx942").passes[0].seconds == pytest.approx(4 * 8192**2 * 128 / 163.4e12)
     assert explain(*QUERY, target="sm_120", processors=170).passes[0].seconds is None
 
 
@@ -594,6 +593,10 @@ def test_a_backward_pass_by_bits_reads_its_mask_again(target: str, is_scanned: b
     masked, plain = (explain(*same(10, 2, 2000, 24), mask=given, target=target).passes[1] for given in (mask, None))
     states = 10 * 2 * 63 * 63
     assert masked.bytes - plain.bytes == states + (mask.numel() if is_scanned else 0)
+    mask = torch.empty((512, 12, 49, 49), dtype=torch.bool, device="meta")  # in one tile, by bytes
+    masked, plain = (explain(*same(512, 12, 49, 32), mask=given, target=target).passes[1] for given in (mask, None))
+    assert masked.rows[0] == "one tile"
+    assert masked.bytes - plain.bytes == mask.numel() + 512 * 12 * 2 * 2
 
 
 def test_lse_that_is_returned_brings_a_gradient_to_read() -> None:

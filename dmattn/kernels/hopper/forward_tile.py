@@ -127,17 +127,17 @@ def above_of(dtype):
 def risen_of(dtype, hides):
     """How many tiles after such a one have a maximum of their own.
 
-    Some have in float16, whose maxima cannot count as higher, and where tiles hide pairs: rows may have their first pair in any of them, and
-    no maximum counts as higher before.
+    They have in float16, as maxima cannot count as higher there. They have where tiles hide pairs, as rows may get their first pair in any of
+    them, and a row without one has no maximum that could count as higher.
     """
     return 7 if dtype.is_fp16() or hides else 0
 
 
 @gluon.constexpr_function
 def few_edges(queries, block_n):
-    """How many tiles of so many keys may hide pairs from a block of queries where a window's two edges are, as which rows get their first pair.
+    """How many tiles of so many keys the two edges of a window pass through, of a block of queries, if one of them lies where a tile ends.
 
-    So few all have a maximum of their own.
+    A row may get its first pair in any of these. So few tiles that hide pairs all have a maximum of their own.
     """
     return 2 * ((queries + block_n - 1) // block_n) + 1
 

@@ -48,10 +48,10 @@ PROGRAMS_UNDER_A_MASK, DIMS_UNDER_A_MASK = 6, 256  # of keys and values together
 # quarter 0.137 and 0.134 (2.59, 1.94); 64 of head dim 64 by 128 and by 64 keys 0.083 and 0.076 (1.29, 0.78).
 AT_ONCE = 3  # programs of the heavier tile on a processor of sm_90, by what compiled kernels take of it; of the lighter one:
 AT_ONCE_LIGHT_64, AT_ONCE_LIGHT = 5, 4  # to head dim 64, to 128
-# Registers of a thread with which as many have room. Without a bound most kernels over keys that tiles do not divide take more, 135 to 248 to
-# head dim 128, and to 128 to 64, so that one program fewer runs at once. NVIDIA H200, 2026-11-30, 32 batch entries of 16 heads of 128 dims,
-# 3000 keys: one query 0.233 ms with 138, four causal ones 0.231 with 142, four without a mask 0.192 with 128. A bound spills little, also
-# beside what `pick` has none beside.
+# Registers of a thread with which a processor has room for as many. Left to itself the compiler takes more for most kernels over keys that
+# tiles do not divide, and fewer programs run at once: to head dim 128 it took 135 to 248, to head dim 64 up to 128. NVIDIA H200, 2026-11-30, 32
+# batch entries of 16 heads of 128 dims, 3000 keys: one query 0.232 ms with 138, four causal ones 0.230 with 142, four without a mask 0.192 with
+# 128. With these bounds at most 24 bytes are spilled, also beside masks and softcaps, where `pick` sets none.
 REGISTERS_LIGHT_64, REGISTERS_LIGHT = FIVE_PROGRAMS, FOUR_PROGRAMS
 POORLY_FILLED = 1.3  # times what whole rounds would take
 # NVIDIA H200, 2026-11-30, a head of keys for each of queries, in 1 and 2 splits: 192 programs of head dim 192 0.188 and 0.154 ms, 512 0.257 and

@@ -872,7 +872,7 @@ def test_a_maximum_that_rises_late_is_found_under_a_mask_of_pairs(
     kind: str, kept: str, dtype: torch.dtype, head_dim: int, prepared: bool
 ) -> None:
     """Tiles that hide pairs are weighed so, too. In any of them rows may get their first pair; every seventh row gets none."""
-    len_q, len_k = 392, 300 if kept == "few tiles" else 2056
+    len_q, len_k = 392, 180 if kept == "few tiles" else 2056  # three tiles of 64 keys, as many as `few_edges`
     query, key, value = (tensor(1, 2, length, head_dim, dtype=dtype, device="cuda") for length in (len_q, len_k, len_k))
     bias = None if kind == "none" else rising(kind, len_q, len_k, 0.0).to(dtype).contiguous()
     rows, random = torch.arange(len_q, device="cuda")[:, None], torch.rand(2, len_q, len_k, device="cuda")

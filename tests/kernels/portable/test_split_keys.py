@@ -313,8 +313,14 @@ def test_many_programs_have_the_tile_whose_rounds_are_filled(
         monkeypatch.setattr(module, "device_family", lambda device: "sm_90")
     plan = split_keys.plan_of(problem(1, len_k, batch=batch, head_dim=head_dim))
     assert (plan.tile.block_m, plan.tile.block_n, plan.tile.stages, plan.tile.registers) == (16, *tile)
-    at_once = split_keys.AT_ONCE_LIGHT_64 if head_dim <= 64 else split_keys.AT_ONCE_LIGHT
-    assert at_once * 32 * plan.tile.warps * plan.tile.registers <= 65536  # registers of a processor
+
+
+def test_a_processor_has_registers_for_the_programs_of_the_lighter_tile() -> None:
+    for at_once, registers in (
+        (split_keys.AT_ONCE_LIGHT_64, split_keys.REGISTERS_LIGHT_64),
+        (split_keys.AT_ONCE_LIGHT, split_keys.REGISTERS_LIGHT),
+    ):
+        assert at_once * 4 * 32 * registers <= 65536 < at_once * 4 * 32 * (registers + 8)  # of 4 warps; they come by eights
 
 
 @pytest.mark.parametrize(
