@@ -56,6 +56,11 @@ def called_by(names: Mapping[str, str], mistaken: str | None) -> Iterator[None]:
         _caller.reset(token)
 
 
+def layout_hint(axes: int) -> str:
+    """What to ask, and to do, where heads and lengths of a tensor of so many axes seem to stand in each other's place."""
+    return "(B, S, H, D) layout? transpose(1, 2)" if axes == 4 else "(..., S, H, D) layout? transpose(-3, -2)"
+
+
 def look_at_layout(query: Tensor, key: Tensor) -> None:
     """Log where there are more heads than queries and keys, as in (B, S, H, D), which computes attention of heads where lengths are equal."""
     if min(query.ndim, key.ndim) < 3:
@@ -63,7 +68,7 @@ def look_at_layout(query: Tensor, key: Tensor) -> None:
     heads, len_q, len_k = query.shape[-3], query.shape[-2], key.shape[-2]
     if len_q > 1 and heads > max(len_q, len_k):
         caller = _caller.get()
-        mistaken = caller.mistaken or "(B, S, H, D) layout? transpose(-3, -2)"
+        mistaken = caller.mistaken or layout_hint(query.ndim)
         name = caller.names.get("query", "query")
         once(logging.WARNING, f"{name}: has {heads} heads of {len_q} queries; {mistaken}", f"layout of {name}: {mistaken}")
 

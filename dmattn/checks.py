@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from .advice import layout_hint
 from .arguments import check_flag, hint_for, kind
 from .block_mask import BlockMask
 from .fields import Blocks, Distances, Intervals
@@ -21,8 +22,7 @@ MAX_HEAD_DIM = 512
 PADDED, PACKED = "(B, H, Sq, Sk)", "(sequences, H, max_seqlen_q, max_seqlen_k)"  # the axes of a mask or bias
 OF_PAIRS = ("mask", "attn_mask", "bias")  # the names of arguments with these axes
 NESTED = "(..., H, Sq, Sk)"  # those where the leading axes are not one
-TRANSPOSED = "; (B, S, H, D) layout? transpose(-3, -2)"  # what a message adds where lengths and heads fit only in each other's place
-HEADS_FIRST = "; (H, T, D) layout? transpose(0, 1) makes it (T, H, D)"  # the same of packed sequences
+HEADS_FIRST = "; (H, T, D) layout? transpose(0, 1) makes it (T, H, D)"  # what `layout_hint` is of packed sequences
 MAPPED_BLOCKS = "dmattn: mask: expected a BlockMask that torch.func.vmap does not map (in_dims=None), received one mapped"
 UNBOUNDED = 1 << 30  # a side of a window from here on hides nothing: positions are 32-bit
 LARGEST_FACTOR = 2.35e38  # the kernels compute in base 2: times log2(e) it is still a finite float32 number
@@ -72,7 +72,7 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor, is_packed: bool) -> Non
         _fail("value", f"key's length {len_k}", value_len)
     if (heads % kv_heads if kv_heads else heads) != 0:
         is_transposed = 0 < len_k < kv_heads and len_q % len_k == 0  # heads in the place of lengths, and fewer than they
-        hint = (HEADS_FIRST if is_packed else TRANSPOSED) if is_transposed else ""
+        hint = (HEADS_FIRST if is_packed else f"; {layout_hint(len(shapes[0]))}") if is_transposed else ""
         _fail("key", f"a number of heads that divides query's {heads}", f"{kv_heads}{hint}")
     if key_dim != head_dim:
         _fail("key", f"query's head dim {head_dim}", key_dim)
@@ -119,7 +119,8 @@ def _check_interval_lengths(mask: IntervalMask | Intervals, query: Tensor, key: 
     if (mask.len_q is not None and mask.len_q != len_q) or not (covered == len_k or covered == 1):
         received = f"one for {'' if mask.len_q is None else f'{mask.len_q} queries and '}{covered} keys"
         is_transposed = covered == kv_heads and (mask.len_q is None or mask.len_q == heads)
-        hint = TRANSPOSED if is_transposed else "; of cumulative lengths? IntervalMask.packed takes them" if _is_of_single_tokens(mask) else ""
+        hint = "; of cumulative lengths? IntervalMask.packed takes them" if _is_of_single_tokens(mask) else ""
+        hint = f"; {layout_hint(query.ndim)}" if is_transposed else hint
         _fail("mask", f"an IntervalMask for {len_q} queries and {len_k} keys, as query and key have", f"{received}{hint}")
 
 
@@ -146,7 +147,7 @@ def checked_blocks(mask: BlockMask | Blocks, pairs: tuple[int, ...], kv_heads: i
     own_batch, own_heads = mask.blocks.shape[:2]
     if mask.len_q != len_q or mask.len_k != len_k:
         is_transposed = mask.len_q == heads and mask.len_k == kv_heads
-        received = f"one for {mask.len_q} queries and {mask.len_k} keys{TRANSPOSED if is_transposed else ''}"
+        received = f"one for {mask.len_q} queries and {mask.len_k} keys{f'; {layout_hint(len(pairs))}' if is_transposed else ''}"
         _fail("mask", f"a BlockMask for {len_q} queries and {len_k} keys, as query and key have", received)
     if not any(own_batch == n for n in (batch, 1)):  # with ==, for the reason of `_fits`
         _fail("mask", f"a BlockMask with 1 batch entry or query's {batch}{' on the last leading axis' if len(leading) > 1 else ''}", own_batch)
@@ -205,7 +206,7 @@ def broadcastable(
         ):
             hint = f"; {name.removeprefix('bias.')}.unflatten(0, {leading}) fits"
         elif axes == PADDED and _fits(view, (full[0], full[2], full[1], kv_heads), full[3], head_axis):
-            hint = TRANSPOSED
+            hint = f"; {layout_hint(len(full))}"
         elif name == "bias.table" and (ways := _of_table(tuple(tensor.shape), full, kv_heads)):
             hint = f"; its axes are (..., heads, distances): {_one_of(ways, 'its axes are')}"
         elif name == "bias.table" and _fits(view[..., :1, :], full, kv_heads, head_axis):  # but for its heads

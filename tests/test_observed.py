@@ -211,7 +211,7 @@ def test_the_check_finds_heads_that_look_like_tokens(messages: Said, monkeypatch
     attention(query[:, :8], query[:, :8], query[:, :8])
     assert messages() == []
     attention(query, query, query)
-    assert messages() == ["dmattn: query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(-3, -2)"]
+    assert messages() == ["dmattn: query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(1, 2)"]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_the_check_finds_heads_that_look_like_tokens(messages: Said, monkeypatch
         (lambda x: compat.flash_attn_qkvpacked_func(torch.stack([x] * 3, 2)), "qkv: has 40 heads of 8 queries; (B, H, 3, S, D) layout? transpose(1, 3)"),
         (lambda x: compat.memory_efficient_attention(x, x, x), "query: has 40 heads of 8 queries; (..., H, S, D) layout? transpose(-3, -2)"),
         (lambda x: compat.flex_attention(*[x.mT] * 3), None),
-        (lambda x: compat.flex_attention(*[x.transpose(1, 2)] * 3), "query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(-3, -2)"),
+        (lambda x: compat.flex_attention(*[x.transpose(1, 2)] * 3), "query: has 40 heads of 8 queries; (B, S, H, D) layout? transpose(1, 2)"),
         (lambda x: compat.flash_attn_func(*[x.transpose(1, 2)] * 3), None),
     ],
 )  # fmt: skip
