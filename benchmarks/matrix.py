@@ -6,8 +6,8 @@ at a time; then they are measured one after another, each alone on the GPU. Time
 that is not installed, refuses or fails is recorded with its reason. One whose results are far from ours is recorded with the difference, and
 is no peer. Ours is judged against float64 on each row (benchmarks/row_check.py).
 
-The result file is written after each row. `--resume` measures the rows that it does not have yet. Rows of a kind
-stand together, so every fifth row is measured first, then those behind each of these, and so on: a run that ends early has most kinds.
+The result file is written after each row. `--resume` measures the rows that it does not have yet. Rows of a kind stand together, so every fifth
+row is measured first, then those behind each of these, and so on: a run that ends early has most kinds.
 
 `--against` compares two versions of the package instead: see benchmarks/against.py.
 """
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     places = {workload.name: place for place, workload in enumerate(options.rows)}
 
     def save() -> None:
-        result["rows"].sort(key=lambda entry: places.get(entry["work"], -1))  # behind what other rows there were
+        result["rows"].sort(key=lambda entry: places.get(entry["work"], -1))  # rows that were not asked for stay first
         result["not_reached"].sort(key=places.__getitem__)
         result["means"] = means(result["rows"])
         result["seconds"] = options.seconds - (deadline - time.monotonic())
