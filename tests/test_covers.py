@@ -31,7 +31,7 @@ def kernel(name: str, arguments: tuple[str, ...] = ARGUMENTS) -> Kernel:
 
 
 KERNEL, BESIDE, OTHER, DEEPER = (
-    kernel(name) for name in ("portable.forward", "portable.key_grad", "hopper.forward", "hopper.resident.forward")
+    kernel(name) for name in ("portable.forward", "portable.key_grad", "hopper.forward", "hopper.resident.key_grad")
 )
 
 

@@ -197,7 +197,7 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
     ),
     "windows": (same(2048, 8, 64, 32), dict(bias=empty(1, 8, 64, 64)), "sm_90", ("one tile",), ("one tile",), {}),
     "rows of a pair representation": (
-        same(256, 4, 384, 32), dict(bias=empty(1, 4, 384, 384)), "sm_90", ("Hopper, bias on chip",),
+        same(256, 4, 384, 32), dict(bias=empty(1, 4, 384, 384)), "sm_90", ("Hopper",),
         ("query terms", "Hopper, bias on chip: d_query, d_bias", "Hopper, bias on chip: d_key, d_value"),
         {"one tile": "serves up to 64 queries and 64 keys, not 384 and 384"},
     ),

@@ -214,7 +214,6 @@ HOPPER_FORWARD = Row(
 FORWARD = (
     Row("one tile", frozenset({OUT}), ALL - PACKED, plans.one_tile_forward, looks_for_blocks=False, by_bits=True),
     Row("split keys", frozenset({OUT}), ALL - {"dropout", "intervals by head"}, plans.split_keys),
-    Row("Hopper, bias on chip", frozenset({OUT}), PAIR_BIAS | EVERY, hopper_plans.resident_forward, targets=HOPPER),
     HOPPER_FORWARD,
     _loading(HOPPER_FORWARD),
     Row("portable", frozenset({OUT}), ALL, plans.portable),

@@ -12,9 +12,7 @@ from .base.tiles import block_dim
 from .features import INTERVALS, MASKS, PACKED, PAIR_BIAS, PAIRWISE, WINDOW, named_feature
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.addressing import UNIT
-from .hopper.copies import consumers_of
 from .hopper.resident import bias as hopper_resident
-from .hopper.resident import forward as hopper_resident_forward
 from .hopper.shared_members import BLOCK_M
 from .narrow_heads import are_narrowest, narrowest_forward, narrowest_keys, narrowest_query
 from .reasons import dims_of, grouped, joined, stores_d_scores, word
@@ -152,9 +150,15 @@ def forward(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
 
 
 @joined
-def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]:
-    """Members enough of each slice of the bias, for programs that have so many of its rows."""
-    most, fewest = hopper_resident.MOST_KEYS, hopper_resident.FEWEST_MEMBERS
+def resident_backward(traits: Traits) -> Iterator[str | None]:
+    """Members enough of each slice of the bias, for programs that have a block of its rows each.
+
+    One answer for d_query and d_bias and for d_key and d_value, so that either both rows serve or none.
+    """
+    most, fewest, height = hopper_resident.MOST_KEYS, hopper_resident.FEWEST_MEMBERS, 64
+    if traits.len_q > most:
+        yield f"serves up to {most} queries, not {traits.len_q}"
+    yield grouped(traits)
     bias = traits.bias
     if bias is None:
         yield _UNBIASED
@@ -163,7 +167,7 @@ def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]
         yield "is for a bias that batch entries share"
     if traits.len_k > most:
         yield f"serves up to {most} keys, not {traits.len_k}"
-    yield on_hopper(traits, (16, hopper_resident.DIM), *copied, loads_pairs=True)
+    yield on_hopper(traits, (16, hopper_resident.DIM), "d_out", "d_query", loads_pairs=True)
     if bias.dtype != traits.dtype:
         yield f"serves a bias in query's {word(traits.dtype)}, not {word(bias.dtype)}"
     if traits.members < fewest:
@@ -171,23 +175,6 @@ def _resident(traits: Traits, height: int, *copied: str) -> Iterator[str | None]
     walked = triton.cdiv(traits.len_q, height) * traits.batch * traits.heads
     if walked < fewest * traits.processors:
         yield f"is for at least {fewest * traits.processors} blocks of {height} queries, over batch and heads, not {walked}"
-
-
-@joined
-def resident_forward(traits: Traits) -> Iterator[str | None]:
-    """As `_resident`, for programs of one block of queries for each consumer, and for more than one tile of keys."""
-    if traits.bias is not None and traits.len_k <= hopper_resident.KEYS.value:
-        yield f"is for more than {hopper_resident.KEYS.value} keys, one tile, not {traits.len_k}: to wait for each row takes longer"
-    yield _resident(traits, hopper_resident_forward.BLOCK_M.value * consumers_of(traits.len_q, hopper_resident.DIM), "out")
-
-
-@joined
-def resident_backward(traits: Traits) -> Iterator[str | None]:
-    """One answer for d_query and d_bias and for d_key and d_value, so that either both rows serve or none."""
-    if traits.len_q > hopper_resident.MOST_KEYS:
-        yield f"serves up to {hopper_resident.MOST_KEYS} queries, not {traits.len_q}"
-    yield grouped(traits)
-    yield _resident(traits, 64, "d_out", "d_query")
 
 
 @joined

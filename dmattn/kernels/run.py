@@ -28,7 +28,6 @@ from .hopper import query_grad as hopper_query_grad
 from .hopper import shared_query_grad as hopper_shared_query_grad
 from .hopper.aligned import aligned_copy, copy_pairs, empty_aligned
 from .hopper.distances import spread_table
-from .hopper.resident import forward as hopper_resident_forward
 from .hopper.resident import key_grad as hopper_resident_key_grad
 from .hopper.resident import query_grad as hopper_resident_query_grad
 from .portable import bias_grad, distance_grad, key_grad, one_tile, one_tile_forward, query_grad, rows, sink_grad, split_keys, stored_scores
@@ -64,7 +63,6 @@ Made = dict[str, Tensor]  # the results that a row makes in a call, by the names
 FORWARD = {
     "one tile": one_tile_forward,
     "split keys": split_keys,
-    "Hopper, bias on chip": hopper_resident_forward,
     "Hopper": hopper_forward,
     "Hopper, pairs loaded": hopper_forward,
     "portable": portable_forward,

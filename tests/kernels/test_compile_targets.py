@@ -139,13 +139,13 @@ def test_kernels_compile_without_excess(target: str, report: Callable[[str], lis
     expected |= {"_bands_kernel", "_table_kernel", "_packed_blocks_kernel"}
     expected |= {"_row_gradients_kernel"} if target == "sm_90" else set()  # the only target with a tile for it
     if target == "sm_90" and hopper.GLUON:
-        expected |= {"_resident_forward_kernel", "_resident_query_gradients_kernel", "_resident_key_gradients_kernel"}
+        expected |= {"_resident_query_gradients_kernel", "_resident_key_gradients_kernel"}
         expected |= {"_copy_pairs_kernel", "_spread_kernel", "_one_pass_kernel", "_add_parts_kernel"}
     expected |= {"_count_epochs_kernel", "_order_kernel", "_scan_kernel", "_mask_lists_kernel"}
     assert kernels == expected | {"_interval_lists_kernel", "_query_interval_lists_kernel"}
     modules = {row["module"] for row in rows if ".hopper." in row["module"]}
     for_hopper = {"forward", "key_grad", "key_grad_intervals", "query_grad", "bias_grad", "shared_query_grad", "one_pass"}
-    for_hopper |= {"aligned", "distances", "rest_of_tiles", "resident.forward", "resident.query_grad", "resident.key_grad"}
+    for_hopper |= {"aligned", "distances", "rest_of_tiles", "resident.query_grad", "resident.key_grad"}
     expected = {f"dmattn.kernels.hopper.{name}" for name in for_hopper}
     assert modules == (expected if target == "sm_90" and hopper.GLUON else set())
     for row in rows:

@@ -62,7 +62,6 @@ FORWARD_KERNELS = {
     "portable.one_tile_forward._one_tile_forward_kernel": "one tile",
     "portable.split_keys._split_kernel": "split keys",
     "hopper.forward._forward_kernel": "Hopper",
-    "hopper.resident.forward._resident_forward_kernel": "Hopper, bias on chip",
     "portable.forward._forward_kernel": "portable",
 }
 
@@ -253,7 +252,6 @@ FORWARD_SERVED = {
     "split keys": PLAIN._replace(batch=1, heads=32, kv_heads=8, len_q=1, len_k=8192),
     "Hopper": PLAIN,
     "Hopper, pairs loaded": PLAIN._replace(**SHARED, **UNCOPYABLE),
-    "Hopper, bias on chip": NARROW._replace(**SHARED),
     "portable": PLAIN._replace(family="sm_80"),
 }
 BACKWARD_SERVED = {
@@ -345,23 +343,20 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("forward: Hopper", dict(uncopyable=(("d_out", "rows of d_out"), ("value", "rows of value"))), "rows of value"),
     ("forward: Hopper, pairs loaded", dict(uncopyable=(("key", "rows of key"), *UNCOPYABLE["uncopyable"])), "rows of key"),
     ("forward: Hopper, pairs loaded", dict(features=INTERVALS | SHARED["features"]), "does not serve an IntervalMask"),
-    ("forward: Hopper, bias on chip", dict(features=frozenset(), bias=None), "is for a bias (..., Sq, Sk), and there is none"),
     (
         "backward: Hopper, bias on chip: d_query, d_bias",
         dict(features=frozenset(), bias=None, len_q=256, len_k=256),
         "is for a bias (..., Sq, Sk), and there is none",
     ),
-    ("forward: Hopper, bias on chip", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
     ("backward: Hopper, bias on chip: d_key, d_value", dict(features=frozenset({"bias of pairs", "mask of keys"})), "does not serve a mask (..., 1, Sk)"),
-    ("forward: Hopper, bias on chip", dict(bias=Bias(BF16, 300, 1)), "is for a bias that batch entries share"),
-    ("forward: Hopper, bias on chip", dict(len_k=385), "serves up to 384 keys, not 385"),
-    ("forward: Hopper, bias on chip", dict(len_k=128), "is for more than 128 keys, one tile, not 128: to wait for each row takes longer"),
-    ("forward: Hopper, bias on chip", dict(head_dim=33), "serves head dims from 1 to 32, by the larger, not 33 of queries and 32 of values"),
-    ("forward: Hopper, bias on chip", dict(bias=Bias(FP32, 1, 4)), "serves a bias in query's bfloat16, not float32"),
-    ("forward: Hopper, bias on chip", dict(batch=7, len_q=20000), "is for a bias that at least 8 (batch, head) share, not 7"),
-    ("forward: Hopper, bias on chip", dict(batch=131), "is for at least 1056 blocks of 128 queries, over batch and heads, not 1048"),
-    ("forward: Hopper, bias on chip", dict(uncopyable=(("out", "rows of out"),)), "rows of out"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(bias=Bias(BF16, 300, 1)), "is for a bias that batch entries share"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(len_k=385), "serves up to 384 keys, not 385"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(head_dim=33), "serves head dims from 1 to 32, by the larger, not 33 of queries and 32 of values"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(bias=Bias(FP32, 1, 4)), "serves a bias in query's bfloat16, not float32"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(batch=7), "is for a bias that at least 8 (batch, head) share, not 7"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(batch=65), "is for at least 1056 blocks of 64 queries, over batch and heads, not 1040"),
+    ("backward: Hopper, bias on chip: d_query, d_bias", dict(uncopyable=(("d_query", "rows of d_query"),)), "rows of d_query"),
     ("backward: Hopper, bias on chip: d_query, d_bias", dict(len_q=385), "serves up to 384 queries, not 385"),
     (
         "backward: Hopper, bias on chip: d_query, d_bias",

@@ -51,7 +51,7 @@ from .copies import (
 )
 from .distances import end_numbers, spread_table, with_spread_table
 from .forward_sizes import are_in_turn, sizes_of
-from .forward_steps import BLOCK_M, own_steps, step_of
+from .forward_steps import BLOCK_M, first_turn, own_steps, step_of
 from .forward_tile import (
     Barriers,
     Config,
@@ -64,24 +64,18 @@ from .forward_tile import (
     leave_out,
 )
 from .loaded_pairs import are_words, prefetch_bias
-from .registers import exponent_factor, lane_sums, rounded_pairs, store_tile, sums_of_lanes
+from .next_block import allocate_numbers, draw, draws_at, next_number, tell, tell_end, told
+from .registers import exponent_factor, lane_sums, logarithm2, reciprocal, rounded_pairs, store_tile, sums_of_lanes
 from .walk import (
     OF_OUT,
-    ahead_of,
-    allocate_numbers,
     copy_blocks,
     copy_described,
-    draw,
     key_walk,
     lengths_of,
     listed_keys,
     results_of,
-    tell,
-    tell_end,
     tile_range,
-    told,
     visits_of,
-    visits_of_drawn,
     work_of,
 )
 
@@ -111,7 +105,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     consumers, keys, stages, programs_each = sizes_of(problem, dim, dim_v, loaded)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, keys)
     rules = with_spread_table(rules, spread_table(problem), heads)
-    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, out, programs_each, OF_OUT)
+    lengths, programs = lengths_of(problem, consumers * block_m, rules, out, programs_each, OF_OUT)
     parts = None
     if lengths.parts is not None:
         parts = Parts.empty(lengths.parts, out)
@@ -144,6 +138,15 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
     )
     if parts is not None:
         merge_splits(problem, parts, problem.sinks, out, lse)
+
+
+@gluon.constexpr_function
+def fit_in_registers(dim, registers, hidden_pairs):
+    """Whether a consumer that may take so many registers has some for its queries, too: not beside a bias and a mask of the same pairs.
+
+    They are read from shared memory once then, and the next block's are copied while the consumer works on the tiles of this one.
+    """
+    return not hidden_pairs and dim <= (64 if 128 < registers < 152 else 32)
 
 
 def scales_exactly(problem: Problem) -> bool:
@@ -186,6 +189,7 @@ def _forward_kernel(
         OF_PAIRS=OF_PAIRS,
         AHEAD=OF_PAIRS and OF_WORDS and bias is None and rules.lists is None,
         BIAS_FIRST=BIAS_FIRST,
+        Q_IN_REGISTERS=fit_in_registers(DIM, REGISTERS, OF_PAIRS and rules.lists is not None),
         BACKWARDS=rules.lists is None and (rules.bias_rows is None or rules.bias_cols is None),
         PAIRS=product_layout(BLOCK_N),
     )
@@ -206,7 +210,7 @@ def _forward_kernel(
         v_full=allocate_barriers(STAGES, 1),
         v_free=allocate_barriers(STAGES, CONSUMERS),
         turns=allocate_barriers(CONSUMERS, 1) if IN_TURN else None,
-        numbers=allocate_numbers(),
+        numbers=allocate_numbers(rules),
         votes=gl.allocate_shared_memory(gl.int8, [CONSUMERS, 128], gl.SwizzledSharedLayout(1, 1, 1, [0])),
     )
     fence_async_shared()
@@ -233,16 +237,16 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else BLOCKS * config.CONSUMERS * sources.bias.block_type.nbytes
+    LOOKS_AHEAD: gl.constexpr = rules.lists is not None and BLOCKS <= 2  # a producer has registers for no more
     turn = 0  # tiles so far
-    number, count = gl.program_id(0), 0
-    visited = visits_of(number, rules, lengths, config.QUERIES)
+    number, count, under_way = gl.program_id(0), 0, 0
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, config.QUERIES)
+        visited = visits_of(rules, seq, row, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, number, lengths, config.QUERIES, config.BLOCK_N, config.SUB)
-        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
-        if rules.bits is not None:  # keys are asked for ahead of the wait before they are copied
+        if LOOKS_AHEAD:  # keys are asked for before the waits that come before they are copied
             following = listed_keys(rules, seq, row, walk.begin, walk, config.QUERIES, config.BLOCK_N, config.SUB)
-        tell(number, visited, count, barriers.numbers, rules, lengths)
+        tell(number, seq, row, visited, count, barriers.numbers)
         entry, first = place_of_queries(seq, row)
         for i in gl.static_range(config.CONSUMERS):  # a consumer may still read its queries of the block before
             full = barriers.q_full.index(i)
@@ -251,11 +255,11 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             copy_tile(sources.q, entry, seq.head, first + i * BLOCK_M, full, tiles.q, i, config.DIM)
         kv_head = seq.head // lengths.group
         for step in range(walk.begin, walk.full_end, config.BLOCK_N):
-            if rules.bits is None:
+            if not LOOKS_AHEAD:
                 starts = listed_keys(rules, seq, row, step_of(walk, step, config), walk, config.QUERIES, config.BLOCK_N, config.SUB)
             else:
                 starts = following
-            upcoming = draw(upcoming, step + config.BLOCK_N >= walk.full_end, lengths)
+            under_way = draw(under_way, step == draws_at(walk, config.BLOCK_N), lengths)
             stage, phase = stage_of(turn, config.STAGES)
             full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.k_free.index(stage), phase ^ 1)
@@ -267,16 +271,15 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             if not config.AHEAD or config.DIM > PANEL:  # else consumers ask early enough (docs/history.md)
                 for block in gl.static_range(BLOCKS):
                     prefetch_bias(sources.bias, rules, seq, row, starts[block], config.QUERIES, config.SUB)
-            if rules.bits is not None:
+            if LOOKS_AHEAD:
                 following = listed_keys(rules, seq, row, step + config.BLOCK_N, walk, config.QUERIES, config.BLOCK_N, config.SUB)
             mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)
             mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
             copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
-        upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
-        visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, config.QUERIES)
-        number, count = upcoming, count + 1
-    tell_end(number, visited, count, barriers, rules, lengths)
+        under_way = draw(under_way, walk.begin >= walk.full_end, lengths)
+        number, count = next_number(number, under_way, lengths), count + 1
+    tell_end(number, count, barriers)
 
 
 @gluon.jit
@@ -295,25 +298,25 @@ def _copy_bias(bias, rules, seq, row, starts, full, bias_tiles, stage, config: g
 @gluon.jit
 def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, config: gl.constexpr):
     """Out and lse of BLOCK_M queries of each of the program's blocks, in place `which`."""
-    turn = 0  # tiles so far
-    number, count = gl.program_id(0), 0
-    visited = visits_of(number, rules, lengths, config.QUERIES)
+    turn, count = first_turn(), 0  # and blocks so far
+    number, seq, row, visited = told(count, barriers, rules, lengths, which)
     while number < lengths.works:
-        seq, row = work_of(number, rules, lengths, config.QUERIES)
         walk = tile_range(visited, rules, seq, row, number, lengths, config.QUERIES, config.BLOCK_N, config.SUB)
-        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.QUERIES)
         ends = None if rules.table is None else end_numbers(rules, seq)
-        context = Context(pieces(tiles.q, which, config.DIM), tiles, barriers, rules, seq, row, walk, ends)
+        q_pieces = pieces(tiles.q, which, config.DIM)
         sums = _no_sums(turn, tiles.v.dtype, config)
-        mbarrier.wait(barriers.q_full.index(which), count & 1)  # without keys too: what is copied must arrive
         if config.BIAS_FIRST:
-            for i in gl.static_range(len(context.q_pieces)):
-                _multiply(context.q_pieces[i], rules.scale)
+            for i in gl.static_range(len(q_pieces)):
+                _multiply(q_pieces[i], rules.scale)
+        if config.Q_IN_REGISTERS:
+            q_pieces = _loaded(q_pieces, config)
+        context = Context(q_pieces, tiles, barriers, rules, seq, row, walk, ends)
         begin, end = own_steps(context, which, config)
         sums = leave_out(context, sums, walk.begin, begin, which, config)
         if begin < end:
             sums = add_tiles(context, sums, begin, end, which, config)
-            mbarrier.arrive(barriers.q_free.index(which), count=1)
+            if not config.Q_IN_REGISTERS:
+                mbarrier.arrive(barriers.q_free.index(which), count=1)
             sums = add_last_values(context, sums, config)
         else:
             mbarrier.arrive(barriers.q_free.index(which), count=1)
@@ -322,12 +325,21 @@ def _consume(tiles, barriers, rules, lengths, out, lse, which: gl.constexpr, con
         _store(context, sums, out_of_part, lse_of_part, lengths.parts is not None, which, config)
         turn = leave_out(context, sums, end, walk.full_end, which, config).turn
         count += 1
-        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths, which)
+        number, seq, row, visited = told(count, barriers, rules, lengths, which)
+
+
+@gluon.jit
+def _loaded(q_pieces, config: gl.constexpr):
+    """Pieces of queries in registers."""
+    found = ()
+    for i in gl.static_range(len(q_pieces)):
+        found += (q_pieces[i].load(gl.DotOperandLayout(0, config.PAIRS, 2)),)
+    return found
 
 
 @gluon.jit
 def _no_sums(turn, DTYPE: gl.constexpr, config: gl.constexpr):
-    """Sums of no tile of a block of queries, after so many tiles of the blocks before."""
+    """Sums of no tile of a block of queries, whose first tile has that turn."""
     zeros = gl.full([BLOCK_M, config.BLOCK_N], 0.0, gl.float32, config.PAIRS)  # [BLOCK_M, BLOCK_N]
     return Sums(
         acc=gl.full([BLOCK_M, config.DIM_V], 0.0, gl.float32, product_layout(config.DIM_V)),
@@ -355,8 +367,8 @@ def _store(context, sums, out, lse, IS_PART: gl.constexpr, which: gl.constexpr, 
         gl.store(pointers + 1, row_sum, mask=rows < seq.len_q)
     else:
         divisor = gl.where(row_sum == 0.0, 1.0, row_sum)
-        acc = acc / by_row(divisor, acc)
-        gl.store(pointers, gl.where(row_sum == 0.0, float("-inf"), (row_max2 + gl.log2(divisor)) / LOG2E), mask=rows < seq.len_q)
+        acc = acc * by_row(reciprocal(divisor), acc)
+        gl.store(pointers, gl.where(row_sum == 0.0, float("-inf"), (row_max2 + logarithm2(divisor)) / LOG2E), mask=rows < seq.len_q)
     store_tile(out, seq, row, seq.len_q, acc, config.VALUE_DIM)
 
 

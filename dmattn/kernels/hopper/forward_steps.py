@@ -1,4 +1,6 @@
-"""The forward pass on Hopper (sm_90), the order of a consumer's tiles of keys: steps of its walk, and which of them it has a pair in."""
+"""The forward pass on Hopper (sm_90), the order of a consumer's tiles of keys: steps of its walk, which of them it has a pair in, and turns."""
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,6 +9,14 @@ from ..base.window import open_keys, steps_backwards
 from .walk import own_tiles
 
 BLOCK_M = gl.constexpr(64)  # queries of a consumer
+
+
+class Turn(NamedTuple):
+    """The tile that is next, of all blocks of queries."""
+
+    parity: Any  # of how many there were
+    stage: Any  # where it comes to (`copies.stage_of`), which is carried along, as a quotient would take longer
+    phase: Any
 
 
 @gluon.jit
@@ -48,3 +58,24 @@ def open_steps(context, after, until, which: gl.constexpr, config: gl.constexpr)
         if config.BACKWARDS:
             begin, end = steps_backwards(walk.begin, walk.full_end, begin, end, config.BLOCK_N)
         return gl.minimum(gl.maximum(begin, after), until), gl.minimum(gl.maximum(end, after), until)
+
+
+@gluon.jit
+def first_turn():
+    """That of the first tile of all."""
+    zero = gl.program_id(0) * 0
+    return Turn(zero, zero, zero)
+
+
+@gluon.jit
+def turn_after(turn, near, STAGES: gl.constexpr):
+    """The next one; the same where `near` is 0, and not 1."""
+    last = turn.stage + near == STAGES
+    return Turn(turn.parity ^ near, gl.where(last, 0, turn.stage + near), gl.where(last, turn.phase ^ 1, turn.phase))
+
+
+@gluon.jit
+def turn_before(turn, STAGES: gl.constexpr):
+    """(stage, phase) of the tile before."""
+    first = turn.stage == 0
+    return gl.where(first, STAGES - 1, turn.stage - 1), gl.where(first, turn.phase ^ 1, turn.phase)

@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from ..base.distances import inner_steps, outer_places
 from ..base.rules import place_of_first
 from ..base.softmax import rescaling, weights_at, weights_of
-from .copies import pieces, product_under_way, stage_of
+from .copies import pieces, product_under_way
 from .distances import numbers_of_pairs
-from .forward_steps import BLOCK_M, open_steps, step_of
+from .forward_steps import BLOCK_M, open_steps, step_of, turn_after, turn_before
 from .loaded_pairs import load_pairs, pairs_of_words, words_of_pairs
 from .mask_words import words_of
 from .registers import (
@@ -56,6 +56,7 @@ class Config(NamedTuple):
     EVEN_N: Any  # no tile goes past the end of the keys
     OF_PAIRS: Any  # there is a bias of pairs
     AHEAD: Any  # consumers load it, for the next tile while they are busy with one
+    Q_IN_REGISTERS: Any  # consumers load their queries there, so that those of the next block are copied meanwhile
     BIAS_FIRST: Any  # queries are multiplied by the scale, and products added to the bias of pairs
     BACKWARDS: Any  # the last keys come first (`step_of`)
     PAIRS: Any  # layout of scores
@@ -86,7 +87,7 @@ class Barriers(NamedTuple):
     v_full: Any  # [STAGES, 1]
     v_free: Any  # [STAGES, 1]
     turns: Any  # [CONSUMERS, 1]: a consumer may multiply; None unless IN_TURN
-    numbers: Any  # [6, 1], int32 (`walk.tell`)
+    numbers: Any  # [2, 8 or 16], int32 (`next_block.tell`)
     votes: Any  # [CONSUMERS, 128], int8 (`all_within`)
 
 
@@ -110,7 +111,7 @@ class Sums(NamedTuple):
     weights: Any  # [BLOCK_M, BLOCK_N / 2], int32: those of the last tile by twos (`rounded_pairs`)
     row_max: Any  # [BLOCK_M]
     row_sum: Any  # [BLOCK_M, 4]: by lane (`lane_sums`)
-    turn: Any  # how many tiles there were, those of blocks before included
+    turn: Any  # `forward_steps.Turn`
     ahead: Any  # (:class:`loaded_pairs.Words` of the next tile's bias, the key at which the last tile ends), where it is loaded AHEAD, or ()
 
 
@@ -148,15 +149,14 @@ def leave_out(context, sums, begin, end, which: gl.constexpr, config: gl.constex
     barriers = context.barriers
     turn = sums.turn
     for _ in range(begin, end, config.BLOCK_N):
-        stage, phase = stage_of(turn, config.STAGES)
-        mbarrier.wait(barriers.k_full.index(stage), phase)
-        mbarrier.arrive(barriers.k_free.index(stage), count=1)
+        mbarrier.wait(barriers.k_full.index(turn.stage), turn.phase)
+        mbarrier.arrive(barriers.k_free.index(turn.stage), count=1)
         if config.IN_TURN:
-            mbarrier.wait(barriers.turns.index(which), (turn & 1) ^ (1 if which == 0 else 0))
+            mbarrier.wait(barriers.turns.index(which), turn.parity ^ (1 if which == 0 else 0))
             mbarrier.arrive(barriers.turns.index((which + 1) % config.CONSUMERS), count=1)
-        mbarrier.wait(barriers.v_full.index(stage), phase)
-        mbarrier.arrive(barriers.v_free.index(stage), count=1)
-        turn += 1
+        mbarrier.wait(barriers.v_full.index(turn.stage), turn.phase)
+        mbarrier.arrive(barriers.v_free.index(turn.stage), count=1)
+        turn = turn_after(turn, 1, config.STAGES)
     return Sums(sums.acc, sums.weights, sums.row_max, sums.row_sum, turn, sums.ahead)
 
 
@@ -194,7 +194,7 @@ def add_tiles(context, sums, begin, end, which: gl.constexpr, config: gl.constex
 @gluon.jit
 def add_last_values(context, sums, config: gl.constexpr):
     """Sums with the values of the last tile too, whose stage is given back."""
-    stage, phase = stage_of(sums.turn - 1, config.STAGES)
+    stage, phase = turn_before(sums.turn, config.STAGES)
     acc = warpgroup_mma_wait(0, [_values_under_way(context, sums, stage, phase, config)])
     mbarrier.arrive(context.barriers.v_free.index(stage), count=1)
     return Sums(acc, sums.weights, sums.row_max, sums.row_sum, sums.turn, sums.ahead)
@@ -211,8 +211,7 @@ def _add_tile(
     (`above_of`). A `number` of a table of distances is that of all pairs; without it, each loads its own.
     """
     barriers, rules = context.barriers, context.rules
-    stage = stage_of(sums.turn, config.STAGES)[0]
-    before = stage_of(sums.turn - 1, config.STAGES)[0]
+    stage, before = sums.turn.stage, turn_before(sums.turn, config.STAGES)[0]
     ADDS: gl.constexpr = not FIRST and not AGAIN
     s, acc, ahead = _scores(context, sums, step, number, which, config, EDGE=EDGE, ADDS=ADDS, AGAIN=AGAIN)
     FAR: gl.constexpr = rules.bias is not None or rules.table is not None
@@ -226,6 +225,8 @@ def _add_tile(
     if (config.OF_PAIRS and not config.BIAS_FIRST) or (EDGE and rules.first is not None):
         new_max = looked_at(new_max)
     mbarrier.arrive(barriers.k_free.index(stage), count=1)
+    if FIRST and config.Q_IN_REGISTERS:
+        mbarrier.arrive(barriers.q_free.index(which), count=1)
     if number is None:
         p, alpha = weights_of(s, sums.row_max, new_max, exponent_factor(rules), FAR=FAR)  # [BLOCK_M, BLOCK_N], [BLOCK_M]
     else:
@@ -234,10 +235,11 @@ def _add_tile(
     if ADDS:
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(barriers.v_free.index(before), count=1)
+    row_sum = lane_sums(p)
     if not FIRST:
         acc = acc * by_row(alpha, acc)
-    row_sum = sums.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.row_sum.type.layout))[:, None] + lane_sums(p)
-    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), new_max, row_sum, sums.turn + 1, ahead)
+        row_sum += sums.row_sum * gl.convert_layout(alpha, gl.SliceLayout(1, sums.row_sum.type.layout))[:, None]
+    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), new_max, row_sum, turn_after(sums.turn, 1, config.STAGES), ahead)
 
 
 @gluon.jit
@@ -293,8 +295,7 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
     The weights are not to be used then, and the stage is not given back. When it is, its bias was loaded: the threads' votes depend on it.
     """
     barriers, rules = context.barriers, context.rules
-    stage = stage_of(sums.turn, config.STAGES)[0]
-    before = stage_of(sums.turn - 1, config.STAGES)[0]
+    stage, before = sums.turn.stage, turn_before(sums.turn, config.STAGES)[0]
     votes = barriers.votes.index(which)
     s, acc, ahead = _scores(context, sums, step, number, which, config, EDGE=EDGE, ADDS=True)
     FAR: gl.constexpr = rules.bias is not None or rules.table is not None
@@ -314,7 +315,8 @@ def _add_near_tile(context, sums, step, number, which: gl.constexpr, config: gl.
         near = all_within(added, votes, context.tiles.v.dtype)
     mbarrier.arrive(barriers.k_free.index(stage), count=1, pred=near != 0)
     row_sum = sums.row_sum + gl.where(near != 0, added, 0.0)
-    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), sums.row_max, row_sum, sums.turn + near, ahead), near
+    turn = turn_after(sums.turn, near, config.STAGES)
+    return Sums(acc, rounded_pairs(p, context.tiles.v.dtype), sums.row_max, row_sum, turn, ahead), near
 
 
 @gluon.jit
@@ -333,8 +335,8 @@ def _scores(
         key = step_of(walk, step, config)
         start = listed_key(rules, seq, context.row, key, block=0, walk=walk, BLOCK_M=config.QUERIES, SUB=config.SUB)
     row = context.row + which * BLOCK_M
-    stage, phase = stage_of(sums.turn, config.STAGES)
-    before, phase_before = stage_of(sums.turn - 1, config.STAGES)
+    stage, phase = sums.turn.stage, sums.turn.phase
+    before, phase_before = turn_before(sums.turn, config.STAGES)
     rows = gl.arange(0, BLOCK_M, gl.SliceLayout(1, config.PAIRS))[:, None]  # [BLOCK_M, 1]
     cols = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, config.PAIRS))[None, :]  # [1, BLOCK_N]
     hiding = Hiding()
@@ -363,7 +365,7 @@ def _scores(
     if config.AHEAD and not AGAIN:  # with BIAS_FIRST the bias of this one has left its registers
         ahead = (words_of_pairs(rules.bias, seq, row, start + config.BLOCK_N, ahead[1], config.BLOCK_N, EDGE=True), ahead[1])
     if IN_TURN:
-        mbarrier.wait(barriers.turns.index(which), (sums.turn & 1) ^ (1 if which == 0 else 0))
+        mbarrier.wait(barriers.turns.index(which), sums.turn.parity ^ (1 if which == 0 else 0))
     s = product_under_way(context.q_pieces, pieces(tiles.k, stage, config.DIM), s, config.BIAS_FIRST or BY_PAIRS)
     if rules.bias_by_key is not None:
         s = warpgroup_mma(tiles.ones, bias_columns_of(tiles.bias_columns, stage, config.BLOCK_N).permute((1, 0)), s, is_async=True)

@@ -50,27 +50,21 @@ from .copies import (
 )
 from .distances import end_numbers, with_spread_table
 from .loaded_pairs import prefetch_bias
+from .next_block import allocate_numbers, draw, draws_at, next_number, tell, tell_end, told
 from .query_tile import BLOCK_M, Context, Sums, Vectors, add_tile, added, terms_of
 from .registers import lane_sums, rounded_pairs, store_tile, store_vector, sums_of_lanes
 from .walk import (
     OF_QUERIES,
-    ahead_of,
-    allocate_numbers,
     copy_blocks,
     copy_described,
-    draw,
     in_first_part,
     key_walk,
     lengths_of,
     listed_keys,
     own_tiles,
     results_of,
-    tell,
-    tell_end,
     tile_range,
-    told,
     visits_of,
-    visits_of_drawn,
     work_of,
 )
 
@@ -127,7 +121,7 @@ class Barriers(NamedTuple):
     k_full: Any  # [STAGES, 1], of keys, bias, intervals and bias columns
     v_full: Any  # [STAGES, 1]
     free: Any  # [STAGES, 1], of all that comes with keys, and of values
-    numbers: Any  # [6, 1], int32 (`walk.tell`)
+    numbers: Any  # [2, 8 or 16], int32 (`next_block.tell`)
 
 
 def query_gradients(
@@ -143,7 +137,7 @@ def query_gradients(
     consumers, block_n, stages, programs_each = query_sizes(problem)
     rules, intervals, bias_columns, sub = key_walk(problem, consumers * block_m, block_n)
     rules = with_spread_table(rules, table, heads)
-    lengths, programs = lengths_of(problem, consumers * block_m, rules.packed_blocks, d_query, programs_each, OF_QUERIES)
+    lengths, programs = lengths_of(problem, consumers * block_m, rules, d_query, programs_each, OF_QUERIES)
     parts, d_q = lengths.parts, d_query
     if parts is not None:
         d_q = torch.empty((parts, *d_query.shape), dtype=torch.float32, device=d_query.device)
@@ -216,7 +210,7 @@ def _query_gradients_kernel(
         k_full=allocate_barriers(STAGES, 1),
         v_full=allocate_barriers(STAGES, 1),
         free=allocate_barriers(STAGES, CONSUMERS),
-        numbers=allocate_numbers(),
+        numbers=allocate_numbers(rules),
     )
     fence_async_shared()
     sources = Sources(q, k, v, bias, intervals, bias_columns, d_out, out if config.BY_COPY else None)
@@ -250,13 +244,15 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
     INTERVAL_BYTES: gl.constexpr = 0 if sources.intervals is None else BLOCKS * sources.intervals.block_type.nbytes
     COLUMN_BYTES: gl.constexpr = 0 if sources.bias_columns is None else BLOCKS * sources.bias_columns.block_type.nbytes
     BIAS_BYTES: gl.constexpr = 0 if sources.bias is None else config.CONSUMERS * sources.bias.block_type.nbytes
+    LOOKS_AHEAD: gl.constexpr = rules.lists is not None and BLOCKS <= 2  # a producer has registers for no more
     turn = 0  # tiles so far
-    number, count = gl.program_id(0), 0
-    visited = visits_of(number, rules, lengths, config.CONSUMERS * BLOCK_M)
+    number, count, under_way = gl.program_id(0), 0, 0
     while number < lengths.works:
         seq, row = work_of(number, rules, lengths, config.CONSUMERS * BLOCK_M)
+        visited = visits_of(rules, seq, row, config.CONSUMERS * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, number, lengths, config.CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.CONSUMERS * BLOCK_M)
+        if LOOKS_AHEAD:  # keys are asked for before the waits that come before they are copied
+            following = listed_keys(rules, seq, row, walk.begin, walk, config.CONSUMERS * BLOCK_M, BLOCK_N, SUB)
         entry, first = place_of_queries(seq, row)
         if config.BY_COPY:
             stage, phase = stage_of(turn, STAGES)
@@ -267,7 +263,7 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             if config.CONSUMERS == 2:
                 copy_tile(sources.out, entry, seq.head, first + BLOCK_M, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
-        tell(number, visited, count, barriers.numbers, rules, lengths)
+        tell(number, seq, row, visited, count, barriers.numbers)
         for i in gl.static_range(config.CONSUMERS):  # a consumer may still read its queries of the block before
             q_full = barriers.q_full.index(i)
             mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)
@@ -276,8 +272,11 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
             copy_tile(sources.d_out, entry, seq.head, first + i * BLOCK_M, q_full, tiles.d_out, i, config.DIM_V)
         kv_head = seq.head // lengths.group
         for step in range(walk.begin, walk.full_end, BLOCK_N):
-            starts = listed_keys(rules, seq, row, step, walk, config.CONSUMERS * BLOCK_M, BLOCK_N, SUB)
-            upcoming = draw(upcoming, step + BLOCK_N >= walk.full_end, lengths)
+            if not LOOKS_AHEAD:
+                starts = listed_keys(rules, seq, row, step, walk, config.CONSUMERS * BLOCK_M, BLOCK_N, SUB)
+            else:
+                starts = following
+            under_way = draw(under_way, step == draws_at(walk, BLOCK_N), lengths)
             stage, phase = stage_of(turn, STAGES)
             k_full = barriers.k_full.index(stage)
             mbarrier.wait(barriers.free.index(stage), phase ^ 1)
@@ -290,13 +289,14 @@ def _produce(sources, tiles, barriers, rules, lengths, config: gl.constexpr):
                 for i in gl.static_range(config.CONSUMERS):
                     copy(sources.bias, [entry, head, row + i * BLOCK_M, starts[0]], k_full, tiles.bias.index(config.CONSUMERS * stage + i))
             prefetch_bias(sources.bias, rules, seq, row, starts[0], config.CONSUMERS * BLOCK_M, BLOCK_N)
+            if LOOKS_AHEAD:
+                following = listed_keys(rules, seq, row, step + BLOCK_N, walk, config.CONSUMERS * BLOCK_M, BLOCK_N, SUB)
             mbarrier.expect(barriers.v_full.index(stage), VALUE_BYTES)
             copy_blocks(sources.v, seq, kv_head, starts, barriers.v_full.index(stage), tiles.v, stage, config.DIM_V)
             turn += 1
-        upcoming = draw(upcoming, walk.begin >= walk.full_end, lengths)
-        visited = visits_of_drawn(upcoming, upcoming_visits, rules, lengths, config.CONSUMERS * BLOCK_M)
-        number, count = upcoming, count + 1
-    tell_end(number, visited, count, barriers, rules, lengths)
+        under_way = draw(under_way, walk.begin >= walk.full_end, lengths)
+        number, count = next_number(number, under_way, lengths), count + 1
+    tell_end(number, count, barriers)
 
 
 @gluon.jit
@@ -304,16 +304,12 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
     """dQ and terms of BLOCK_M queries of each of the program's blocks, in place `which`."""
     BLOCK_N: gl.constexpr = config.BLOCK_N
     STAGES: gl.constexpr = config.STAGES
-    turn = 0  # tiles so far
-    number, count = gl.program_id(0), 0
-    visited = visits_of(number, rules, lengths, config.CONSUMERS * BLOCK_M)
+    turn, count = 0, 0  # tiles and blocks so far
+    number, seq, row, visited = told(count, barriers, rules, lengths, which)
     while number < lengths.works:
-        seq, row = work_of(number, rules, lengths, config.CONSUMERS * BLOCK_M)
         walk = tile_range(visited, rules, seq, row, number, lengths, config.CONSUMERS * BLOCK_M, BLOCK_N, config.SUB)
-        upcoming, upcoming_visits = ahead_of(number, visited, rules, lengths, config.CONSUMERS * BLOCK_M)
         own_row = row + which * BLOCK_M
         q_pieces, d_out_pieces = pieces(tiles.q, which, config.DIM), pieces(tiles.d_out, which, config.DIM_V)
-        mbarrier.wait(barriers.q_full.index(which), count & 1)
         out_pieces = None
         stage, phase = stage_of(turn, STAGES)
         if config.BY_COPY:
@@ -370,7 +366,7 @@ def _consume(tiles, barriers, rules, lengths, vectors, d_q, end_sums, which: gl.
                 store_vector(end_sums[place], seq, own_row, seq.len_q, sums_of_lanes(sums.ends[place], config.PAIRS))
         turn = _leave_out(barriers, turn, end, walk.full_end, config)
         count += 1
-        number, visited = told(upcoming, upcoming_visits, count, barriers, rules, lengths, which)
+        number, seq, row, visited = told(count, barriers, rules, lengths, which)
 
 
 @gluon.jit

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...problem import Problem
@@ -89,15 +88,17 @@ def even_work(problem: Problem) -> bool:
     return not problem.is_masked and problem.left is None and problem.right is None
 
 
-def lengths_of(problem: Problem, block_m: int, packed: Tensor | None, result: Any, programs_each: int, merging: Merging) -> tuple[Lengths, int]:
+def lengths_of(problem: Problem, block_m: int, rules: Rules, result: Any, programs_each: int, merging: Merging) -> tuple[Lengths, int]:
     """(lengths, programs that take the blocks of queries) of a pass that writes `result`, whose parts are put together by `merging`.
 
-    `packed` is the list of blocks of packed sequences, and a processor has room for `programs_each`.
+    The `rules` are those of `key_walk`, whose lists have room for how many blocks were drawn, and a processor has room for `programs_each`.
     """
     (heads, len_q), (kv_heads, len_k) = problem.query.shape[1:3], problem.key.shape[1:3]
-    works, most = count_blocks(problem, packed, block_m) * heads, programs_each * processors(problem.query.device)
+    works, most = count_blocks(problem, rules.packed_blocks, block_m) * heads, programs_each * processors(problem.query.device)
     draws = works > most and not even_work(problem)
-    drawn = torch.zeros(1, dtype=torch.int32, device=problem.query.device) if draws else None
+    drawn = None
+    if draws:  # a launch to clear a number would take 2 us
+        drawn = torch.zeros(1, dtype=torch.int32, device=problem.query.device) if rules.lists is None else rules.lists.ptr
     parts, walked = parts_of_keys(problem, works, result, merging), -(-len_k // 64) * (problem.query.shape[3] + problem.value.shape[3])
     if parts == 1:
         return Lengths(works, heads, heads // kv_heads, len_q, len_k, walked, drawn, None), min(works, most)
@@ -161,98 +162,11 @@ def work_of(number, rules, lengths, BLOCK_M: gl.constexpr):
 
 
 @gluon.jit
-def allocate_numbers():
-    """Room for what a producer tells its consumers of the next block of queries (`tell`), twice in turns."""
-    return gl.allocate_shared_memory(gl.int32, [6, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def ahead_of(number, visited, rules, lengths, BLOCK_M: gl.constexpr):
-    """(the number of a program's next block of queries, `visits_of` it); the same as it is where blocks are drawn, which says it later."""
-    if lengths.drawn is None:
-        after = number + gl.num_programs(0)
-        return after, visits_of(after, rules, lengths, BLOCK_M)
-    else:
-        return number, visited
-
-
-@gluon.jit
-def draw(after, now, lengths):
-    """The number of the next block; where blocks are drawn, it is drawn `now` or stays.
-
-    A producer draws before it copies the last tile of a block: early enough for nothing to wait for the number, and late enough for programs
-    with short blocks to take more of them.
-    """
-    if lengths.drawn is None:
-        return after
-    else:
-        if now:
-            after = gl.atomic_add(lengths.drawn, 1, sem="relaxed") + gl.num_programs(0)
-        return after
-
-
-@gluon.jit
-def visits_of_drawn(number, visited, rules, lengths, BLOCK_M: gl.constexpr):
-    """`visits_of` a block that was drawn; `visited`, which has them, where none are."""
-    if lengths.drawn is None:
-        return visited
-    else:
-        return visits_of(number, rules, lengths, BLOCK_M)
-
-
-@gluon.jit
-def tell(number, visited, count, numbers, rules, lengths):
-    """Put what a producer knows of its `count`-th block where `told` finds it. The barrier of the block's queries is to follow."""
-    if lengths.drawn is not None:
-        LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-        place = 3 * (count & 1)
-        numbers.index(place).store(gl.full([1], number, gl.int32, LAYOUT))
-        if rules.lists is not None:
-            numbers.index(place + 1).store(gl.full([1], visited[0], gl.int32, LAYOUT))
-            numbers.index(place + 2).store(gl.full([1], visited[1], gl.int32, LAYOUT))
-
-
-@gluon.jit
-def tell_end(number, visited, count, barriers, rules, lengths):
-    """Tell a number beyond the last block, with the barriers of queries that do not come."""
-    CONSUMERS: gl.constexpr = barriers.q_full.shape[0]
-    if lengths.drawn is not None:
-        tell(number, visited, count, barriers.numbers, rules, lengths)
-        for i in gl.static_range(CONSUMERS):
-            mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)
-            mbarrier.arrive(barriers.q_full.index(i), count=1)
-
-
-@gluon.jit
-def told(number, visited, count, barriers, rules, lengths, which: gl.constexpr):
-    """(the number of a program's `count`-th block, `visits_of` it) as a consumer knows them, once it has queries or there is none."""
-    if lengths.drawn is None:
-        return number, visited
-    else:
-        mbarrier.wait(barriers.q_full.index(which), count & 1)
-        place = 3 * (count & 1)
-        if rules.lists is None:
-            return _number_at(barriers.numbers, place), visited
-        else:
-            return _number_at(barriers.numbers, place), (_number_at(barriers.numbers, place + 1), _number_at(barriers.numbers, place + 2))
-
-
-@gluon.jit
-def _number_at(numbers, place):
-    """One of the numbers. The maximum of one element makes a scalar of it."""
-    return gl.max(numbers.index(place).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-
-
-@gluon.jit
-def visits_of(number, rules, lengths, BLOCK_M: gl.constexpr):
-    """How many (partial, full) blocks the list of a block of queries names; those of the last one for a number beyond, and 0 without lists.
-
-    They are asked for while a program is busy with the block before, for nothing to wait for them.
-    """
+def visits_of(rules, seq, row, BLOCK_M: gl.constexpr):
+    """How many (partial, full) blocks the list of a block of queries names; 0 without lists."""
     if rules.lists is None:
         return 0, 0
     else:
-        seq, row = work_of(gl.minimum(number, lengths.works - 1), rules, lengths, BLOCK_M)
         return visits(rules.lists, seq, Span(row, 0, None), BLOCK_M)
 
 

@@ -1,8 +1,9 @@
 """Lists of the blocks that a program visits: for every block of queries those of keys, or for every block of keys those of queries.
 
-A list is a row of a (B or 1, H or Hk or 1, blocks, 2 + entries) int32 tensor. It begins with two counts: visits to partial blocks, and to full
-ones. The numbers of the partial blocks ascend from the front, those of the full blocks from the back. No pair of a full block is hidden, be it
-by mask, intervals, window or the keys' end.
+A list is a row of a (B or 1, H or Hk or 1, blocks, 3 + entries) int32 tensor. It begins with 0 and two counts: visits to partial blocks, and
+to full ones. The numbers of the partial blocks ascend from the front, those of the full blocks from the back. No pair of a full block is
+hidden, be it by mask, intervals, window or the keys' end. In the 0 of the first list programs may count what they draw (hopper/walk.py):
+nothing else has to be cleared for that.
 
 Memory is O(N), because a list has at most LISTED entries. The last of so many counts as partial, and stands for all blocks behind it: they are
 visited one by one up to the last live one.
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..base.layout import slice_pointer
 
 LISTED = tl.constexpr(1022)
-COUNTS = tl.constexpr(2)  # before the entries
+COUNTS = tl.constexpr(3)  # before the entries
 CHUNK = tl.constexpr(128)  # blocks that a program looks at together when it makes a list of a mask: for each it reads many states
 
 
@@ -29,7 +30,7 @@ def empty_lists(like: Tensor, batch: int, heads: int, owners: int, blocks: int) 
 def visits(lists, seq, owner, BLOCK: tl.constexpr):
     """(partial blocks, full blocks) that the block of a span visits."""
     pointer = list_pointer(lists, seq, owner, BLOCK)
-    return tl.load(pointer), tl.load(pointer + 1)
+    return tl.load(pointer + 1), tl.load(pointer + 2)
 
 
 @triton.jit
@@ -72,9 +73,10 @@ def append(pointer, entries, progress, number, live, full):
 
 @triton.jit
 def close(pointer, progress):
-    """Write how many visits the list makes."""
+    """Write how many visits the list makes, and the 0 before."""
     count, fulls, turn, final = progress
     if count > LISTED:
         count = LISTED + final - turn
-    tl.store(pointer, count - fulls)
-    tl.store(pointer + 1, fulls)
+    tl.store(pointer, 0)
+    tl.store(pointer + 1, count - fulls)
+    tl.store(pointer + 2, fulls)

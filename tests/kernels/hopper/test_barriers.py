@@ -40,8 +40,8 @@ KINDS = {
     "dBias": (*EVERYWHERE, "packed", "states"),
 }
 FOUND = ((False, False), (True, False), (True, True))  # what a mask leaves of a tile: some pair, all pairs
-FORWARD = (*SHARED, "hopper/walk.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
-QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/query_tile.py", "hopper/query_grad.py")
+FORWARD = (*SHARED, "hopper/walk.py", "hopper/next_block.py", "hopper/forward_steps.py", "hopper/forward_tile.py", "hopper/forward.py")
+QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/next_block.py", "hopper/query_tile.py", "hopper/query_grad.py")
 BIAS_GRAD = (*SHARED, "hopper/members.py", "hopper/rest_of_tiles.py", "hopper/bias_grad.py")
 
 
@@ -69,11 +69,15 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
         assert end >= min(col + case.block_n, seq.len_k), "a bias that was left out"
         return Anything()
 
+    def sequence_of(batch: int, head: int, *more: Any) -> Sequence:
+        return Sequence(batch, head, *case.lengths[head])
+
+    fits = chance.random() < 0.5  # queries in registers
     near, risen = chance.choice((0, 0.5, 0.9, 1)), chance.choice((0, 0, 1, 2, 7))  # how often a maximum stays, and who has its own if not
     few = chance.choice((0, 2, 4))
     names = functions(
         case, FORWARD if forward else QUERY_GRAD, language, change,
-        few_edges=lambda queries, block_n: few, risen_of=lambda dtype, hides: risen, above_of=lambda dtype: 0.0 if risen else 32.0,
+        Sequence=sequence_of, PackedSequence=sequence_of, fit_in_registers=lambda *given: fits, few_edges=lambda queries, block_n: few, risen_of=lambda dtype, hides: risen, above_of=lambda dtype: 0.0 if risen else 32.0,
         place_work=lambda number, *more: (blocks[number][0], number, 0),
         all_within=lambda *given: int(chance.random() < near),
         weights_of=lambda s, *more, **how: (s, Anything()), weights_at=lambda s, *more, **how: s, rounded_pairs=lambda p, dtype: p,
@@ -84,8 +88,10 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
         """The tile of a step, which has to be in its stage, with the consumer's queries."""
         starts = names["listed_keys"](rules, context.seq, context.row, step, context.walk, queries, case.block_n, case.sub)
         tile = Tile(context.seq.head, context.row + which * case.block_m, starts, edge, number)
-        assert context.tiles.k.index(sums.turn % case.stages).holds == (tile.head, starts), "other keys"
-        assert context.tiles.q.index(which).holds == (tile.head, tile.row), "other queries"
+        assert context.tiles.k.index(sums.turn.stage if forward else sums.turn % case.stages).holds == (tile.head, starts), "other keys"
+        queries_of = context.q_pieces[0]  # in shared memory, or what was loaded of it
+        held = queries_of.holds if isinstance(queries_of, Place) else queries_of
+        assert held == (tile.head, tile.row), "other queries"
         return tile
 
     (watch_forward if forward else watch_query_grad)(names, case, tile_of, done)
@@ -286,6 +292,8 @@ DEEP = " " * 16  # as these stand
         ("forward", "bias loaded", "ahead\n    if config.AHEAD and not AGAIN:", "ahead\n    if config.AHEAD:", "the bias of another tile"),
         ("forward", "bias loaded", "until = gl.minimum(end, context.seq.len_k)", "until = end - config.BLOCK_N", "a bias that was left out"),
         ("forward", "plain", "mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)", "pass", WAITS),
+        ("forward", "plain", "if FIRST and config.Q_IN_REGISTERS:", "if config.Q_IN_REGISTERS:", WAITS),
+        ("forward", "causal", "put(barriers.numbers.index(count & 1), (number,))", "pass", WAITS),
         ("forward", "lists", "step = gl.maximum(step, risen)", "pass", WAITS),
         ("forward", "lists", "EDGE=EDGE, ADDS=True)", "EDGE=False, ADDS=True)", "an open tile hides a pair"),
         ("dQ", "lists", "visit = (step - walk.full_end) // SUB", "visit = (step + SUB - walk.full_end) // SUB", "a tile is missing"),
@@ -317,7 +325,7 @@ DEEP = " " * 16  # as these stand
         (ALL, "causal", "visited = 0\n", "visited = visited if turn > 0 else 0\n", "a tile of dBias is stored twice or not at all"),
         (ALL, "plain", "config.BLOCK_M).store(none)", "config.BLOCK_M).store(none) if turn == 0 else None", "dq of other queries"),
     ],
-    ids=range(37),
+    ids=range(39),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some case, with a line or two of a file changed, and no case after it is run. The check that fails then is not explained.

@@ -17,7 +17,6 @@ pytest.importorskip("triton", reason="the kernels need Triton")
 from dmattn.kernels import dispatch
 from dmattn.kernels.hopper import copies as hopper
 from dmattn.kernels.hopper.resident import bias as hopper_resident
-from dmattn.kernels.hopper.resident import forward as hopper_resident_forward
 from dmattn.kernels.hopper.resident import key_grad as hopper_resident_key_grad
 from dmattn.kernels.hopper.resident import line as hopper_resident_line
 from dmattn.kernels.hopper.resident import query_grad as hopper_resident_query_grad
@@ -47,21 +46,6 @@ SMALL = (
     Case("unaligned-most-381x383", 381, 383, batch=7, heads=3, head_dim=24, bias="1hqk", reason="the same with three consumers everywhere"),
     Case("unaligned-heads-share-77x99", 77, 99, batch=5, heads=6, head_dim=16, bias="11qk", scale=0.7, reason="the same, one tile"),
     Case("one-tile-128x64", 128, 64, batch=9, heads=2, head_dim=32, bias="1hqk", reason="one tile of keys, half filled"),
-    Case(
-        "sinks-197x321",
-        197,
-        321,
-        batch=9,
-        heads=4,
-        kv_heads=2,
-        head_dim=24,
-        bias="1gqk",
-        padded=True,
-        sinks="far",
-        reason="the forward pass alone",
-    ),
-    Case("grouped-256x256", 256, batch=4, heads=4, kv_heads=2, head_dim=32, bias="1gqk", reason="the forward pass alone"),
-    Case("long-queries-704x256", 704, 256, batch=4, heads=2, head_dim=32, bias="1hqk", reason="the forward pass alone"),
 )
 
 
@@ -72,7 +56,6 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.skip("needs a Hopper GPU and Triton 3.6")
     names: list[str] = []
     for module, name in (
-        (hopper_resident_forward, "forward"),
         (hopper_resident_query_grad, "query_gradients"),
         (hopper_resident_key_grad, "key_gradients"),
     ):
@@ -101,49 +84,47 @@ def problem(**given) -> Problem:
 
 
 def served(what: str, one: Problem, out: Tensor, d_out: Tensor | None = None, d_query: Tensor | None = None) -> bool:
-    """Whether these kernels serve a problem on a Hopper GPU, in the forward pass or for some gradients."""
-    row = "Hopper, bias on chip" if what == "forward" else f"Hopper, bias on chip: {what}"
+    """Whether these kernels serve a problem on a Hopper GPU, for some gradients."""
+    row = f"Hopper, bias on chip: {what}"
     traits = Traits.of(one, out, d_out, Gradients(query=d_query), target=("sm_90", 132))._replace(gluon=True)
-    return next(each for each in (*dispatch.FORWARD, *dispatch.BACKWARD) if each.name == row).refusal(traits) is None
+    return next(each for each in dispatch.BACKWARD if each.name == row).refusal(traits) is None
 
 
 @pytest.mark.parametrize(
-    ("given", "forward", "backward"),
+    ("given", "takes"),
     [
-        (dict(), True, True),
-        (dict(bias=(1, 1, 384, 384), dim=16), True, True),
-        (dict(kv_heads=2), True, False),
-        (dict(len_q=512, bias=(1, 4, 512, 384)), True, False),
-        (dict(len_k=392, bias=(1, 4, 384, 392)), False, False),
-        (dict(batch=8), False, False),
-        (dict(bias=(256, 4, 384, 384)), False, False),
-        (dict(bias=(1, 4, 1, 384)), False, False),
-        (dict(dim=64), False, False),
-        (dict(dtype=torch.float32), False, False),
-        (dict(causal=True), False, False),
-        (dict(scale=-1.0), False, False),
-        (dict(dtype=torch.float16), True, True),
-        (dict(dim=24), True, True),
-        (dict(len_q=360, bias=(1, 4, 360, 384)), True, True),
-        (dict(len_k=328, bias=(1, 4, 384, 328)), True, True),
-        (dict(bias_dtype=torch.float16), False, False),
-        (dict(len_k=325, bias=(1, 4, 384, 325)), True, True),
+        (dict(), True),
+        (dict(bias=(1, 1, 384, 384), dim=16), True),
+        (dict(kv_heads=2), False),
+        (dict(len_q=512, bias=(1, 4, 512, 384)), False),
+        (dict(len_k=392, bias=(1, 4, 384, 392)), False),
+        (dict(batch=8), False),
+        (dict(bias=(256, 4, 384, 384)), False),
+        (dict(bias=(1, 4, 1, 384)), False),
+        (dict(dim=64), False),
+        (dict(dtype=torch.float32), False),
+        (dict(causal=True), False),
+        (dict(scale=-1.0), False),
+        (dict(dtype=torch.float16), True),
+        (dict(dim=24), True),
+        (dict(len_q=360, bias=(1, 4, 360, 384)), True),
+        (dict(len_k=328, bias=(1, 4, 384, 328)), True),
+        (dict(bias_dtype=torch.float16), False),
+        (dict(len_k=325, bias=(1, 4, 384, 325)), True),
     ],
     ids=["rows", "shared-by-heads", "grouped", "long-queries", "long-keys", "few", "own-bias", "by-key", "wide", "float32", "causal", "negative-scale", "float16", "odd-dims", "odd-queries", "odd-keys", "bias-of-another-type", "unaligned"],
 )  # fmt: skip
-def test_takes(given: dict, forward: bool, backward: bool) -> None:
+def test_takes(given: dict, takes: bool) -> None:
     one = problem(**given)
     out = allocate_forward(one)[0]
-    assert served("forward", one, out) == forward
-    assert served("d_query, d_bias", one, out, one.query, torch.empty_like(one.query)) == backward
-    assert served("d_key, d_value", one, out, one.query) == backward
+    assert served("d_query, d_bias", one, out, one.query, torch.empty_like(one.query)) == takes
+    assert served("d_key, d_value", one, out, one.query) == takes
 
 
 def test_takes_no_results_that_the_copy_engine_cannot_store() -> None:
     one = problem()
     dense = torch.empty_like(one.query[..., :20])  # as those are of a tensor that is a part of another
     assert dense.stride(2) == 20
-    assert not served("forward", one, dense)
     assert not served("d_key, d_value", one, one.query, one.query, dense)
 
 
@@ -174,7 +155,7 @@ def test_agrees_with_the_truth(case: Case, device: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(hopper_resident, "FEWEST_MEMBERS", 0)
     failures = [str(verdict) for verdict in check(case, torch.bfloat16, device) if not verdict.passed]
     assert not failures, "\n".join(failures)
-    assert reached == ["forward"] + ([] if case.reason == "the forward pass alone" else ["query_gradients", "key_gradients"])
+    assert reached == ["query_gradients", "key_gradients"]
 
 
 @needs_cuda
@@ -183,7 +164,7 @@ def test_agrees_with_the_truth(case: Case, device: str, monkeypatch: pytest.Monk
 def test_many_members_agree_with_the_truth(case: Case, dtype: torch.dtype, reached: list[str], unwritten_shows: None) -> None:
     failures = [str(verdict) for verdict in check(case, dtype, "cuda") if not verdict.passed]
     assert not failures, "\n".join(failures)
-    assert reached == ["forward", "query_gradients", "key_gradients"]
+    assert reached == ["query_gradients", "key_gradients"]
 
 
 @needs_cuda
@@ -225,4 +206,4 @@ def test_biases_of_the_lowest_number_hide(reached: list[str], monkeypatch: pytes
     assert (lse[:, :, 3:70] == float("-inf")).all()
     torch.testing.assert_close(out[:, :, 80], value[:, :, 5])  # its weight is rounded, its sum is not
     assert all(x.grad.isfinite().all() for x in (query, key, value, bias))
-    assert reached == ["forward", "query_gradients", "key_gradients"]
+    assert reached == ["query_gradients", "key_gradients"]

@@ -279,7 +279,8 @@ def test_lists_name_the_blocks_with_something_to_attend(axes: str, tile: tuple[i
             for head in range(mask.shape[1]):
                 states = torch.where(near[0, 0] & ATTENDED > 0, known[batch, head] | near[0, 0] & HIDDEN, 0)
                 for owner, row in enumerate((states.mT if by_key else states).tolist()):
-                    partial, full, *entries = lists[batch, head, owner].tolist()
+                    zero, partial, full, *entries = lists[batch, head, owner].tolist()
+                    assert zero == 0
                     assert entries[:partial] == [n for n, state in enumerate(row) if state == ATTENDED | HIDDEN], (by_key, batch, head, owner)
                     assert entries[::-1][:full] == [n for n, state in enumerate(row) if state == ATTENDED], (by_key, batch, head, owner)
 

@@ -1,1 +1,1 @@
-"""Narrow heads that share a bias, which stays on chip: `bias` (who works on what), `forward`, `query_grad` with its `line`, `key_grad`."""
+"""Backward passes of narrow heads that share a bias, which stays on chip: `bias` (who works on what), `query_grad` (by `line`), `key_grad`."""

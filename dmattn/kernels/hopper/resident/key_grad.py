@@ -1,7 +1,8 @@
 """dK and dV on Hopper (sm_90) of narrow heads with few queries, many of which share a bias, in Gluon: the bias stays on chip.
 
 A program has a block of keys of one slice of the bias, and walks the members that share it. Its consumers, of 64 keys each, keep the bias in
-shared memory, keys down; a producer copies the members ahead of them. Loops are kept small, as in hopper/resident/forward.py.
+shared memory, keys down; a producer copies the members ahead of them. The loop over tiles is kept small: unrolled, its code no longer fits the
+instruction cache.
 """
 
 from typing import Any, NamedTuple
