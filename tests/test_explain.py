@@ -176,7 +176,7 @@ NAMED: dict[str, tuple[tuple[Tensor, ...], dict[str, Any], str, tuple[str, ...],
     "a large softcap": (QUERY, dict(softcap=300.0), "sm_90", ("portable",), PORTABLE, {"Hopper": "serves a softcap from 2**-40 to 256, not 300.0"}),
     "an Ampere GPU": (QUERY, {}, "sm_80", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not sm_80"}),
     "one of AMD's": (QUERY, {}, "gfx942", ("portable",), PORTABLE, {"Hopper": "is for sm_90, not AMD's GPUs"}),
-    "float32": (same(2, 8, 2100, 128, dtype=FP32), {}, "sm_90", ("portable",), OF_FLOAT32, {"portable, dS stored": "stores dS of whole batch entries in 128 MiB"}),
+    "float32": (same(2, 8, 2100, 128, dtype=FP32), {}, "sm_90", ("portable",), OF_FLOAT32, {"portable, dS stored": "has no room in 128 MiB for dS of a batch entry"}),
     "short rows of float32": (same(2, 8, 300, 128, dtype=FP32), {}, "sm_90", ("portable",), STORED, {"Hopper": "query, key, value: float32 elements have more than 16 bits: convert to 16 bits"}),
     "head dim 100": (
         same(2, 8, 300, 100), {}, "sm_90", ("portable",), PORTABLE,

@@ -15,7 +15,7 @@ from ..growing import whole
 from . import hopper_plans
 from .base import tiles
 from .base.tiles import FEW_ROWS, Tile, block_dim
-from .features import DISTANCES, EVERY, MASKS, PACKED, PAIR_BIAS, WINDOW
+from .features import DISTANCES, EVERY, MASKS, PACKED, PAIR_BIAS, WINDOW, named_feature
 from .hopper.backward_sizes import one_pass_sizes
 from .hopper.copies import NARROWEST
 from .hopper.resident import bias as hopper_resident
@@ -72,12 +72,12 @@ def stores_scores(traits: Traits) -> Iterator[str]:
     entries = stored_scores.entries_at_once(traits.batch, traits.heads, traits.len_q, traits.len_k)
     most, least = stored_scores.ROOM >> 20, STORED_PROGRAMS * traits.processors
     if entries == 0:
-        yield f"stores dS of whole batch entries in {most} MiB, too few for {traits.heads} heads of {traits.len_q} x {traits.len_k} pairs"
+        yield f"has no room in {most} MiB for dS of a batch entry, {traits.heads} heads of {traits.len_q} x {traits.len_k} pairs"
         return
     programs = entries * traits.kv_heads * triton.cdiv(traits.len_k, STORED_KEYS)
     if entries < traits.batch and programs < least:
-        has = f"{most} MiB hold that of {entries}, which make {programs}"
-        yield f"stores dS of all {traits.batch} batch entries at once, or of so many as make {least} programs: {has}"
+        wanted = f"dS of all {traits.batch} batch entries, or of as many as make {least} programs"
+        yield f"has no room in {most} MiB for {wanted}: there is room for {entries}, which make {programs}"
 
 
 @joined
@@ -219,7 +219,11 @@ def one_pass(traits: Traits, loads_pairs: bool = False) -> Iterator[str | None]:
         stores=stores,
     )
     if sizes is None:
-        named = [name for name in sorted(traits.features) if name.endswith("of pairs") and not (loads_pairs and name.startswith("mask"))]
+        named = [
+            named_feature(name)
+            for name in sorted(traits.features)
+            if name.endswith("of pairs") and not (loads_pairs and name.startswith("mask"))
+        ]
         beside = f" beside {' and '.join(named)}" if named else ""
         yield f"has no room on chip for {traits.len_q} queries with head dims {dims_of(traits)}{beside}"
     sequences = traits.batch * traits.heads
