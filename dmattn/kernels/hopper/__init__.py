@@ -9,10 +9,10 @@ One program of the forward pass::
 
 `full` barriers say that a copy has come, `free` barriers that all consumers have used it, or the one whose queries it holds.
 
-Reading order: `addressing` (what can be copied), `copies` (descriptors, barriers, stages), `registers` (`ruled`: the rules on pairs), `walk`
-(over keys), `next_block`, `bias_columns`, then `forward` with its `forward_tile` and `forward_steps`, `query_grad` with its `query_tile`, `key_grad` with
-its `key_walk` and, under intervals, `key_grad_intervals` with its `attending_queries`, which share `key_tile` and `key_results`; `bias_grad`,
-and `shared_query_grad` with its `shared_members`; `resident`, for narrow heads that share a bias.
+Reading order: `addressing` (what can be copied), `copies` (descriptors, barriers, stages), `registers` (`ruled`: the rules on pairs),
+`walk` (over keys), `next_block`, `bias_columns`, then `forward` with its `forward_tile` and `forward_steps`, `query_grad` with its
+`query_tile`, `key_grad` with its `key_walk` and, under intervals, `key_grad_intervals` with its `attending_queries`, which share `key_tile`
+and `key_results`; `bias_grad`, and `shared_query_grad` with its `shared_members`; `resident`, for narrow heads that share a bias.
 
 Glossary: a stage is a place of a tile in shared memory; a turn counts tiles and gives the stage, and the phase by its parity. An edge is a
 tile that may hide pairs; an open one hides none. Members are the (batch, head) that share a slice of the bias. Bias columns are a bias of
