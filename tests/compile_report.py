@@ -355,7 +355,7 @@ def measures(compiled: Any, log: str, target: GPUTarget) -> dict[str, Any]:
         registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
         spilled = sum(map(int, re.findall(r"(\d+) bytes spill stores", log)))
         code = compiled.asm["ptx"]
-        atomics = re.findall(r"^\s*(?:@%\w+ )?(?:atom|red)\.(?!shared|global\.gpu\.relaxed\.(?:add\.u32|max\.s32))", code, re.M)
+        atomics = re.findall(r"\b(?:atom|red)\.(?!shared|global\.(?:gpu\.relaxed|relaxed\.gpu)\.(?:add\.u32|max\.s32))", code)
         from_lanes = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", code))
         uneven = [addend for addend in re.findall(r"fma\.rn\.f32\s+%\w+, %\w+, %\w+, (%\w+);", code) if addend in from_lanes]
     waits = [found.start() for found in re.finditer(r"griddepcontrol\.wait", code)]

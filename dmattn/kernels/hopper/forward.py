@@ -142,9 +142,10 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
 
 @gluon.constexpr_function
 def fit_in_registers(dim, registers, hidden_pairs):
-    """Whether a consumer that may take so many registers has some for its queries, too: not beside a bias and a mask of the same pairs.
+    """Whether a consumer that may take so many `registers` has some for its queries, too: not beside a bias and a mask of the same pairs.
 
-    They are read from shared memory once then, and the next block's are copied while the consumer works on the tiles of this one.
+    They are read from shared memory once then, and the next block's are copied while the consumer works on the tiles of this one. Those of 64
+    dims are where it may take 136 (`copies.consumer_registers`: one consumer in each of three programs), and would spill in 104.
     """
     return not hidden_pairs and dim <= (64 if 128 < registers < 152 else 32)
 

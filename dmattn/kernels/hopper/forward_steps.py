@@ -62,7 +62,7 @@ def open_steps(context, after, until, which: gl.constexpr, config: gl.constexpr)
 
 @gluon.jit
 def first_turn():
-    """That of the first tile of all."""
+    """That of the first tile of all. Loops carry tensors, and a 0 that is written down would not be one."""
     zero = gl.program_id(0) * 0
     return Turn(zero, zero, zero)
 

@@ -97,7 +97,7 @@ def lengths_of(problem: Problem, block_m: int, rules: Rules, result: Any, progra
     works, most = count_blocks(problem, rules.packed_blocks, block_m) * heads, programs_each * processors(problem.query.device)
     draws = works > most and not even_work(problem)
     drawn = None
-    if draws:  # a launch to clear a number would take 2 us
+    if draws:  # lists bring a 0 to count from, where a launch to clear a number would take 2 us
         drawn = torch.zeros(1, dtype=torch.int32, device=problem.query.device) if rules.lists is None else rules.lists.ptr
     parts, walked = parts_of_keys(problem, works, result, merging), -(-len_k // 64) * (problem.query.shape[3] + problem.value.shape[3])
     if parts == 1:

@@ -2,8 +2,8 @@
 
 A list is a row of a (B or 1, H or Hk or 1, blocks, 3 + entries) int32 tensor. It begins with 0 and two counts: visits to partial blocks, and
 to full ones. The numbers of the partial blocks ascend from the front, those of the full blocks from the back. No pair of a full block is
-hidden, be it by mask, intervals, window or the keys' end. In the 0 of the first list programs may count what they draw (hopper/walk.py):
-nothing else has to be cleared for that.
+hidden, be it by mask, intervals, window or the keys' end. The 0 of the first list is where programs may count the blocks that they draw
+(hopper/walk.py): whoever makes lists clears it, even if the first list has no block to describe, and no other launch has to.
 
 Memory is O(N), because a list has at most LISTED entries. The last of so many counts as partial, and stands for all blocks behind it: they are
 visited one by one up to the last live one.

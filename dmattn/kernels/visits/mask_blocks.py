@@ -323,6 +323,8 @@ def _mask_lists_kernel(
     if ends is not None:
         end = tl.where(owner.start < owned, end, 0)
     pointer = list_pointer(lists, seq, owner, OWN)
+    if packed_blocks is not None and tl.program_id(0) == 0:
+        tl.store(lists.ptr, 0)  # the first list is nobody's where the first sequence is empty
     progress = (0, 0, 0, -1)
     for chunk in range(begin // WALK // CHUNK * CHUNK, tl.cdiv(end, WALK), CHUNK):
         number = chunk + tl.arange(0, CHUNK)

@@ -14,6 +14,8 @@ from packed_cases import Case, ends
 from dmattn.execution.backend import interpreting
 from dmattn.kernels.base.leading import flattened
 from dmattn.kernels.base.packed_blocks import count_blocks, most_blocks, packed_blocks, packed_sequences
+from dmattn.kernels.visits import mask_blocks
+from dmattn.kernels.visits.lists import empty_lists
 from dmattn.problem import Problem
 
 pytestmark = pytest.mark.skipif(not interpreting(), reason="runs kernels in Triton's interpreter")
@@ -92,6 +94,22 @@ def test_programs_are_bounded_by_tokens(mask: str | None, bias: str | None, monk
     assert taken <= set(launched)
     for kernel in taken:
         assert launched[kernel] <= 293 // 32 + 100 < 100 * 205 // 64
+
+
+@pytest.mark.parametrize("lengths", [(0, 200, 150), (200, 0, 150), (0, 0, 70)], ids=str)
+def test_the_first_list_begins_with_0_whoever_is_empty(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that draw blocks count there: only blocks of sequences have lists of their own, and memory holds what was there before."""
+    made: list[torch.Tensor] = []
+
+    def full(*given: Any) -> torch.Tensor:
+        made.append(empty_lists(*given).fill_(123456))
+        return made[-1]
+
+    monkeypatch.setattr(mask_blocks, "empty_lists", full)
+    case = Case("empty-first", "n1qk", None, lengths, lengths, 2, 2, 16, 16)
+    packed_cases.results(packed_cases.packed, case, packed_cases.inputs(case, torch.float32))
+    assert made
+    assert all(lists.flatten()[0] == 0 for lists in made)
 
 
 def test_sequences_are_listed_by_their_queries() -> None:

@@ -143,7 +143,7 @@ def functions(case: Case, files: tuple[str, ...], language: Language, change: tu
         intervals_of=lambda *given: (Anything(), Anything()),
         end_numbers=lambda rules, seq: (LOWEST, HIGHEST),
         under_head=lambda seq, head: Sequence(0, head, *case.lengths[head]),
-        sequence=lambda ends, batch, head, len_q, len_k: Sequence(batch, head, *case.lengths[head]),
+        sequence=given.pop("sequence", lambda ends, batch, head, len_q, len_k: Sequence(batch, head, *case.lengths[head])),
         visits=lambda lists, seq, rows, size: case.visits[seq.head],
         visited_block=lambda lists, seq, rows, visit, *more: visit,
         allocate_barriers=partial(Several, Barrier),

@@ -117,7 +117,6 @@ class Language(Anything):
     minimum, maximum = staticmethod(_of_numbers(min)), staticmethod(_of_numbers(max))
     where = staticmethod(_of_numbers(lambda condition, x, y: x if condition else y))
     cdiv = staticmethod(_of_numbers(lambda a, b: quotient(a + b - 1, b)))
-    max = staticmethod(_of_numbers(lambda x, axis: x))
 
     def __init__(self, programs: int = 1) -> None:
         self.program = 0
@@ -127,9 +126,6 @@ class Language(Anything):
         self.parts: dict[Generator, int] = {}  # and their programs
         self.barriers: list[Any] = []  # those of each program
         self.memory: list[int] = []  # numbers that a program may load
-
-    def full(self, shape: list, value: Any, *more: Any) -> Any:
-        return value if shape == [1] else Anything()
 
     def cast(self, x: Any, kind: Any) -> Any:
         return x

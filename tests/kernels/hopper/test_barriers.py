@@ -25,7 +25,7 @@ from key_grad_cases import run_by_interval, run_by_key
 from one_pass_cases import run_one_pass
 
 from dmattn.execution.backend import interpreting
-from dmattn.kernels.base.layout import Sequence
+from dmattn.kernels.base.layout import PackedSequence, Sequence
 
 pytestmark = pytest.mark.skipif(interpreting(), reason="about device functions run as Python, which is the same in both halves")
 
@@ -72,12 +72,26 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
     def sequence_of(batch: int, head: int, *more: Any) -> Sequence:
         return Sequence(batch, head, *case.lengths[head])
 
+    def found(ends: Any, batch: int, head: int, len_q: int, len_k: int) -> Sequence | PackedSequence:
+        """As the producer finds a sequence."""
+        if ends is None:
+            return sequence_of(batch, head)
+        return PackedSequence(batch, head, *case.lengths[head], begin_q=3 * head + 1, begin_k=5 * head + 2, longest_k=len_k)
+
+    def told(*fields: int) -> PackedSequence:
+        """As a consumer is told of it; nothing after the last."""
+        seq = PackedSequence(*fields)
+        assert seq == found(Anything(), seq.batch, seq.head, 30, 30) or not any(fields[:-1]), "another sequence"
+        return seq
+
     fits = chance.random() < 0.5  # queries in registers
     near, risen = chance.choice((0, 0.5, 0.9, 1)), chance.choice((0, 0, 1, 2, 7))  # how often a maximum stays, and who has its own if not
     few = chance.choice((0, 2, 4))
     names = functions(
         case, FORWARD if forward else QUERY_GRAD, language, change,
-        Sequence=sequence_of, PackedSequence=sequence_of, fit_in_registers=lambda *given: fits, few_edges=lambda queries, block_n: few, risen_of=lambda dtype, hides: risen, above_of=lambda dtype: 0.0 if risen else 32.0,
+        sequence=found, Sequence=sequence_of, PackedSequence=told, place_of_queries=lambda seq, row: (0, row), place_of_keys=lambda seq, col: (0, col),
+        fit_in_registers=lambda *given: fits, few_edges=lambda queries, block_n: few, risen_of=lambda dtype, hides: risen,
+        above_of=lambda dtype: 0.0 if risen else 32.0,
         place_work=lambda number, *more: (blocks[number][0], number, 0),
         all_within=lambda *given: int(chance.random() < near),
         weights_of=lambda s, *more, **how: (s, Anything()), weights_at=lambda s, *more, **how: s, rounded_pairs=lambda p, dtype: p,
