@@ -70,7 +70,7 @@ def target_of(target: str, processors: int | None, argument: str = "target") -> 
     """A family of GPUs that need not be there, and the number of its processors, by default that of `PEAKS`."""
     if not isinstance(target, str) or not re.fullmatch(r"sm_([89]\d|1\d\d)|gfx[0-9a-f]+", target):
         names = {"h100": "sm_90"} | {peak.name.lower(): family for family, peak in PEAKS.items()}
-        meant = (names | {family.replace("_", ""): family for family in PEAKS}).get(re.sub("[-_ ]", "", str(target).lower()))
+        meant = (names | {family.replace("_", ""): family for family in PEAKS}).get(re.sub(r"[-_ ]|(?<=\d)a$", "", str(target).lower()))
         received = f"{target}{f'; did you mean {meant}?' if meant else ''}"
         raise ValueError(f"dmattn: {argument}: expected a family of GPUs such as {', '.join(PEAKS)} (sm_90: H100, H200), received {received}")
     if processors is None and target not in PEAKS:

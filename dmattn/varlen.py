@@ -203,15 +203,15 @@ def _check_lengths(
         check_tensor(name, ends)
         if ends.device != query.device:
             raise ValueError(f"dmattn: {name}: expected query's device {query.device}, received {ends.device}")
+    is_read = _is_read(query, cu_seqlens_q, cu_seqlens_k)
+    if is_read:  # first, as lengths in their place would be blamed on what follows
+        _check_places("cu_seqlens_q", cu_seqlens_q, query)
+        _check_places("cu_seqlens_k", cu_seqlens_k, key)
     sequences = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] - 1 != sequences:
         raise ValueError(
             f"dmattn: cu_seqlens_k: expected as many sequences as cu_seqlens_q has, {sequences}, received {cu_seqlens_k.shape[0] - 1}"
         )
-    is_read = _is_read(query, cu_seqlens_q, cu_seqlens_k)
-    if is_read:  # first, as lengths in their place would be blamed on the longest
-        _check_places("cu_seqlens_q", cu_seqlens_q, query)
-        _check_places("cu_seqlens_k", cu_seqlens_k, key)
     for name, longest, total in (("max_seqlen_q", max_seqlen_q, query.shape[0]), ("max_seqlen_k", max_seqlen_k, key.shape[0])):
         where = name.replace("max_seqlen", "cu_seqlens")
         if isinstance(longest, bool) or not isinstance(longest, (numbers.Integral, torch.SymInt)):

@@ -234,6 +234,7 @@ def test_explain_reads_leading_axes_as_attention_does(capsys):
         (["--query", "4,16,10,64", "--target", "h200"], "received h200; did you mean sm_90?"),
         (["--query", "4,16,10,64", "--target", "H100"], "received H100; did you mean sm_90?"),
         (["--query", "4,16,10,64", "--target", "sm90"], "received sm90; did you mean sm_90?"),
+        (["--query", "4,16,10,64", "--target", "sm_90a"], "received sm_90a; did you mean sm_90?"),
         (["--query", "4,16,10,64", "--target", "sm_75"], "(sm_90: H100, H200), received sm_75\n"),
         (
             ["--query", "4,16,10,64", "--target", "sm_91"],

@@ -131,6 +131,7 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         CONSUMERS=consumers,
         IN_TURN=are_in_turn(problem, consumers, lengths.works == programs),
         EVEN_N=problem.ends_q is None and len_k % keys == 0,
+        Q_IN_REGISTERS=fit_in_registers(dim, consumers, programs_each, of_pairs=pairs, lists=rules.lists is not None),
         BIAS_FIRST=pairs and not 128 < dim <= 192 and problem.softcap is None and scales_exactly(problem),
         REGISTERS=consumer_registers(consumers, programs_each),
         num_warps=4,
@@ -140,14 +141,13 @@ def forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
         merge_splits(problem, parts, problem.sinks, out, lse)
 
 
-@gluon.constexpr_function
-def fit_in_registers(dim, registers, hidden_pairs):
-    """Whether a consumer that may take so many `registers` has some for its queries, too: not beside a bias and a mask of the same pairs.
+def fit_in_registers(dim: int, consumers: int, programs_each: int, of_pairs: bool, lists: bool) -> bool:
+    """Whether a consumer has registers for its queries, too: to 32 dims, but not beside a bias of pairs and lists of a mask.
 
-    They are read from shared memory once then, and the next block's are copied while the consumer works on the tiles of this one. Those of 64
-    dims are where it may take 136 (`copies.consumer_registers`: one consumer in each of three programs), and would spill in 104.
+    They are read from shared memory once then, and the next block's are copied while the consumer works on the tiles of this one. Queries of 64
+    dims fit where each of three programs has one consumer, of 136 registers a thread, and would spill in 104.
     """
-    return not hidden_pairs and dim <= (64 if 128 < registers < 152 else 32)
+    return not (of_pairs and lists) and dim <= (64 if (consumers, programs_each) == (1, 3) else 32)
 
 
 def scales_exactly(problem: Problem) -> bool:
@@ -163,7 +163,8 @@ def scales_exactly(problem: Problem) -> bool:
 def _forward_kernel(
     q, k, v, bias, intervals, bias_columns, rules, lengths, out, lse,
     VALUE_DIM: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, DIM: gl.constexpr, DIM_V: gl.constexpr,
-    CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, BIAS_FIRST: gl.constexpr, REGISTERS: gl.constexpr,
+    CONSUMERS: gl.constexpr, IN_TURN: gl.constexpr, EVEN_N: gl.constexpr, Q_IN_REGISTERS: gl.constexpr,
+    BIAS_FIRST: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program: out and lse of some of the works, CONSUMERS times BLOCK_M queries of one (batch, head) each, from a grid of one axis.
 
@@ -190,7 +191,7 @@ def _forward_kernel(
         OF_PAIRS=OF_PAIRS,
         AHEAD=OF_PAIRS and OF_WORDS and bias is None and rules.lists is None,
         BIAS_FIRST=BIAS_FIRST,
-        Q_IN_REGISTERS=fit_in_registers(DIM, REGISTERS, OF_PAIRS and rules.lists is not None),
+        Q_IN_REGISTERS=Q_IN_REGISTERS,
         BACKWARDS=rules.lists is None and (rules.bias_rows is None or rules.bias_cols is None),
         PAIRS=product_layout(BLOCK_N),
     )

@@ -273,14 +273,14 @@ def sums_of_lanes(sums, PAIRS: gl.constexpr):
 
 @gluon.jit
 def reciprocal(x):
-    """1 / x within one unit of the last digit, of 2**-126 to 2**126. Triton's division takes a dozen instructions, to serve all numbers."""
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    """1 / x within one unit of the last digit. Triton's division takes a dozen instructions, to round each quotient right."""
+    return gl.inline_asm_elementwise("rcp.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def logarithm2(x):
     """log2(x) off by 2**-22 at most between 1/2 and 2, and else by so much of itself. Triton's own takes some twenty instructions."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -148,9 +148,9 @@ def functions(case: Case, files: tuple[str, ...], language: Language, change: tu
         visited_block=lambda lists, seq, rows, visit, *more: visit,
         allocate_barriers=partial(Several, Barrier),
         allocate_tiles=lambda descriptor, count, rows, cols: Several(Place, count, shape=[count, 1, 1, rows, cols]),
-        allocate_numbers=lambda rules: Several(Place, 2),
+        allocate_numbers=lambda rules: Several(Place, 2, ()),
         put=lambda place, values: place.store(values),
-        taken=lambda place: place.holds + (0,) * 9,
+        taken=lambda place: place.holds + (0,) * 10,
         begin_draw=lambda counter: language.atomic_add(counter, 1, sem="relaxed"),
         end_draw=lambda under_way: under_way,
         copy=lambda source, at, full, place: full.copies.append((place, at)),
@@ -161,10 +161,17 @@ def functions(case: Case, files: tuple[str, ...], language: Language, change: tu
 
 
 def check_barriers(language: Language, pairs: dict[str, str]) -> None:
-    """Consumers took as many tiles as were copied, by names of barriers that are full, those that are free, and what they gave each other."""
+    """Consumers took as many tiles as were copied, by names of barriers that are full, those that are free, and what they gave each other.
+
+    Where a producer tells them of blocks, each gave back its queries of all of these, and was told of the end.
+    """
     for barriers in language.barriers:
         named = {name: x.each for name, x in barriers._asdict().items() if isinstance(x, Several)}
         exchanges = [(named[name][1:], named[name][:1]) for name in ("p", "gradients", "key_sums") if name in named]
         for full, free in [(named[full], named[free]) for full, free in pairs.items() if full in named] + exchanges:
             assert all(barrier.pending == barrier.arrivals for barrier in free), "a tile that a consumer has not given back, or twice"
             assert sum(barrier.phases for barrier in full) == sum(barrier.phases for barrier in free), "copies that no consumer took"
+        told_of = zip(named["q_full"], named["q_free"], strict=True) if "numbers" in named else ()
+        for full, free in told_of:
+            assert free.pending == free.arrivals == 1, "queries that a consumer has not given back, or twice"
+            assert full.phases == free.phases + 1, "blocks that a consumer was not told of, or queries that it gave back twice"

@@ -84,13 +84,12 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
         assert seq == found(Anything(), seq.batch, seq.head, 30, 30) or not any(fields[:-1]), "another sequence"
         return seq
 
-    fits = chance.random() < 0.5  # queries in registers
     near, risen = chance.choice((0, 0.5, 0.9, 1)), chance.choice((0, 0, 1, 2, 7))  # how often a maximum stays, and who has its own if not
     few = chance.choice((0, 2, 4))
     names = functions(
         case, FORWARD if forward else QUERY_GRAD, language, change,
         sequence=found, Sequence=sequence_of, PackedSequence=told, place_of_queries=lambda seq, row: (0, row), place_of_keys=lambda seq, col: (0, col),
-        fit_in_registers=lambda *given: fits, few_edges=lambda queries, block_n: few, risen_of=lambda dtype, hides: risen,
+        few_edges=lambda queries, block_n: few, risen_of=lambda dtype, hides: risen,
         above_of=lambda dtype: 0.0 if risen else 32.0,
         place_work=lambda number, *more: (blocks[number][0], number, 0),
         all_within=lambda *given: int(chance.random() < near),
@@ -124,6 +123,7 @@ def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[
             DIM_V=64,
             IN_TURN=consumers == 3 or (consumers == 2 and chance.random() < 0.5),
             BIAS_FIRST=of_pairs and chance.random() < 0.5,
+            Q_IN_REGISTERS=chance.random() < 0.5,
         )
         run(names["_forward_kernel"], given, language, chance)
         check_barriers(language, dict(k_full="k_free", v_full="v_free"))
@@ -284,6 +284,9 @@ def test_every_tile_is_added_once(name: str, kind: str) -> None:
 
 
 WAITS = "all that is left waits"
+ENDLESS = "parts that go on without end"
+GIVEN_BACK_UNREAD, NO_TILES = "else:\n            mbarrier.arrive(barriers.q_free.index(which), count=1)", "else:\n            pass"
+BEFORE_THE_END = "mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)\n        mbarrier.arrive"
 NO_ZEROS = "store_d_bias(context, seq, start, gl.full([BLOCK_N, BLOCK_M], 0.0, gl.float32, product_layout(BLOCK_M)))"
 INTERVALS = "dK and dV by intervals"
 STOP = "stop = begin + ((end - 1 - begin) // STEP + 1) * STEP"  # after one step of a walk that has no tile, as -1 // STEP is 0 on a GPU
@@ -308,6 +311,15 @@ DEEP = " " * 16  # as these stand
         ("forward", "plain", "mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)", "pass", WAITS),
         ("forward", "plain", "if FIRST and config.Q_IN_REGISTERS:", "if config.Q_IN_REGISTERS:", WAITS),
         ("forward", "causal", "put(barriers.numbers.index(count & 1), (number,))", "pass", WAITS),
+        ("forward", "plain", "numbers.index(count & 1)", "numbers.index(0)", "other keys"),
+        ("dQ", "plain", "numbers.index(count & 1)", "numbers.index(0)", "O or dO of other queries"),
+        ("forward", "causal", BEFORE_THE_END, "mbarrier.arrive", WAITS),
+        ("dQ", "causal", BEFORE_THE_END, "mbarrier.arrive", WAITS),
+        ("forward", "window", GIVEN_BACK_UNREAD, NO_TILES, WAITS),
+        ("dQ", "window", GIVEN_BACK_UNREAD, NO_TILES, WAITS),
+        ("forward", "plain", "gl.where(first, turn.phase ^ 1, turn.phase)", "turn.phase", WAITS),
+        ("forward", "causal", "under_way = begin_draw(lengths.drawn)", "under_way = under_way", ENDLESS),
+        ("dQ", "window", "under_way = draw(under_way, walk.begin >= walk.full_end, lengths)", "pass", ENDLESS),
         ("forward", "lists", "step = gl.maximum(step, risen)", "pass", WAITS),
         ("forward", "lists", "EDGE=EDGE, ADDS=True)", "EDGE=False, ADDS=True)", "an open tile hides a pair"),
         ("dQ", "lists", "visit = (step - walk.full_end) // SUB", "visit = (step + SUB - walk.full_end) // SUB", "a tile is missing"),
@@ -339,7 +351,7 @@ DEEP = " " * 16  # as these stand
         (ALL, "causal", "visited = 0\n", "visited = visited if turn > 0 else 0\n", "a tile of dBias is stored twice or not at all"),
         (ALL, "plain", "config.BLOCK_M).store(none)", "config.BLOCK_M).store(none) if turn == 0 else None", "dq of other queries"),
     ],
-    ids=range(39),
+    ids=range(48),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some case, with a line or two of a file changed, and no case after it is run. The check that fails then is not explained.

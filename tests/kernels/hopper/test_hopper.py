@@ -614,6 +614,25 @@ def test_registers_of_all_programs_fit_a_processor(consumers: int, programs: int
     assert own <= 240
 
 
+@pytest.mark.parametrize(
+    ("dim", "consumers", "programs", "of_pairs", "lists", "fit"),
+    [
+        (32, 1, 4, True, False, True),
+        (32, 3, 1, False, True, True),
+        (32, 1, 4, True, True, False),
+        (64, 1, 3, False, True, True),
+        (64, 1, 3, True, True, False),
+        (64, 2, 2, False, False, False),
+        (64, 3, 1, False, False, False),
+        (128, 1, 3, False, False, False),
+    ],
+)
+def test_queries_are_in_registers_where_these_have_room(
+    dim: int, consumers: int, programs: int, of_pairs: bool, lists: bool, fit: bool
+) -> None:
+    assert hopper_forward.fit_in_registers(dim, consumers, programs, of_pairs=of_pairs, lists=lists) == fit
+
+
 FORMS = (
     Case("mask-dense-bias-causal", 200, 264, heads=4, kv_heads=2, head_dim=128, mask="b1qk", keep="blocks", bias="bhqk", causal=True),
     Case("loaded-dense-bias-window", 201, 263, heads=2, head_dim=128, bias="bhqk", window=(90, 20)),

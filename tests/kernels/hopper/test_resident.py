@@ -22,7 +22,7 @@ from dmattn.kernels.hopper.resident import line as hopper_resident_line
 from dmattn.kernels.hopper.resident import query_grad as hopper_resident_query_grad
 from dmattn.kernels.traits import Traits
 
-LARGE = Case("resident", 384, batch=136, heads=4, head_dim=32, bias="1hqk")  # 1088 blocks of 192 queries, 8 for each of 132 processors
+LARGE = Case("resident", 384, batch=136, heads=4, head_dim=32, bias="1hqk")  # 3264 blocks of 64 queries, 24 for each of 132 processors
 ODD = Case("resident-odd", 200, 264, batch=150, heads=4, head_dim=24, bias="1hqk")  # stored by two bytes: loads wait long behind that
 SMALL = (
     Case(

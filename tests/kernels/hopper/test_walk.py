@@ -61,6 +61,33 @@ def test_parts_save_more_than_putting_them_together_takes(case: Case, works: int
 
 
 @pytest.mark.parametrize(
+    ("more", "has_lists", "drawn"),
+    [
+        ({}, False, None),
+        ({"causal": True}, False, "a number of its own"),
+        ({"causal": True, "batch": 1, "heads": 1}, False, None),
+        ({"mask": "b1qk"}, True, "the first list's"),
+        ({"intervals": "documents"}, True, "the first list's"),
+        ({"intervals": "documents", "bias": "bh1k"}, True, None),
+    ],
+    ids=["even", "causal", "a block for each", "mask", "intervals", "dynamic mask"],
+)
+def test_blocks_that_differ_in_their_work_are_drawn(more: dict, has_lists: bool, drawn: str | None) -> None:
+    """Programs count them in a number that is 0: that at the head of lists, or one that is cleared for them."""
+    problem = meta(Case("drawn", 2000, **dict(batch=4, heads=16, head_dim=64) | more), torch.bfloat16)
+    lists = SimpleNamespace(ptr=torch.zeros(1, dtype=torch.int32)) if has_lists else None
+    rules = SimpleNamespace(lists=lists, packed_blocks=None)
+    lengths, programs = walk.lengths_of(problem, 64, rules, problem.query, 2, walk.OF_OUT)
+    assert programs == min(lengths.works, 264)
+    if drawn is None:
+        assert lengths.drawn is None
+    elif has_lists:
+        assert lengths.drawn is lists.ptr
+    else:
+        assert lengths.drawn.shape == (1,)
+
+
+@pytest.mark.parametrize(
     "more",
     [{"mask": "b11k"}, {"intervals": "documents"}, {"bias": "1hr", "distances": 257, "zero": 100}, {"window": (300, 0)}],
     ids=["mask", "intervals", "distances", "narrow window"],

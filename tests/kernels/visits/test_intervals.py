@@ -35,6 +35,18 @@ def test_blocks_past_the_end_of_a_list(case: Case, monkeypatch: pytest.MonkeyPat
     assert all(verdict.passed for verdict in verdicts), "\n".join(map(str, verdicts))
 
 
+@pytest.mark.skipif(not interpreting(), reason="runs the kernels alone, in the interpreter")
+@pytest.mark.parametrize(("len_q", "len_k"), [(37, 70), (0, 70), (37, 0)], ids=str)
+def test_the_first_list_begins_with_0(len_q: int, len_k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that draw blocks count there, and memory holds what was there before."""
+    monkeypatch.setattr(intervals, "empty_lists", lambda *given: lists.empty_lists(*given).fill_(123456))
+    given = Case("header", len_q, len_k, heads=4, kv_heads=2, intervals="random", bias="bg1k").inputs(torch.float32)
+    options = dict(mask=given.mask, bias=given.bias, causal=False, window=None, scale=None, softcap=None)
+    problem = Problem.canonical(given.query, given.key, given.value, **options)
+    for made in (intervals.described_keys(problem, 64, 16)[0], *(intervals.interval_lists(problem, 16, 16, by_key=x) for x in (False, True))):
+        assert not made.flatten()[:1].any()
+
+
 @pytest.mark.skipif(not interpreting(), reason="runs the kernel alone, in the interpreter; on a GPU the cases for Hopper do")
 @pytest.mark.parametrize("window", [None, (25, 0), (3, 40)], ids=str)
 @pytest.mark.parametrize("bias", ["bg1k", "bhq1", "1h1k"])

@@ -91,23 +91,23 @@ def allocate_bias(rules, CONSUMERS: gl.constexpr, CHUNKS: gl.constexpr, ROWS: gl
 @gluon.jit
 def keep_bias(
     memory, bias, full, parity, rules, seq, row, col,
-    COLS: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr, WIDE: gl.constexpr,
+    COLS: gl.constexpr, PAIRS: gl.constexpr, KEYS_DOWN: gl.constexpr,
 ):  # fmt: skip
     """Load chunks of the bias from a query and a key on, side by side; with KEYS_DOWN, keys are the rows. PAIRS is how one stands in registers.
 
-    They are returned as `bias_of` takes them, so many columns at once: quadruples of 32-bit numbers by threads. These are WIDE, a float32 for
-    each pair, or two pairs of 16 bits joined. The bias is -inf beyond the keys' end. What is beyond the queries' is nobody's: no query there is
-    stored, and none has probabilities.
+    They are returned as `bias_of` takes them, so many columns at once: quadruples of 32-bit numbers by threads. These are a float32 for each
+    pair, or with KEYS_DOWN two pairs of 16 bits joined. The bias is -inf beyond the keys' end. What is beyond the queries' is nobody's: no
+    query there is stored, and none has probabilities.
 
     The copy engine fills the memory, which nobody must be reading; without a descriptor of the bias threads do. What it holds then is put in
     order in its place. These are loops, for code that runs once is waited for.
     """
     HEIGHT: gl.constexpr = memory.shape[3]
     WIDTH: gl.constexpr = memory.shape[4]
-    PLACES: gl.constexpr = 2 if WIDE else 1
+    PLACES: gl.constexpr = 1 if KEYS_DOWN else 2
     CHUNKS: gl.constexpr = memory.shape[0] // PLACES
     QUADRUPLES: gl.constexpr = HEIGHT * WIDTH // 1024 * PLACES  # of a thread in a chunk
-    TYPE: gl.constexpr = gl.float32 if WIDE else gl.int32
+    TYPE: gl.constexpr = gl.int32 if KEYS_DOWN else gl.float32
     ORDER: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     chunks = memory._reinterpret(TYPE, [CHUNKS, QUADRUPLES, 128, 4], ORDER)
     down = HEIGHT if KEYS_DOWN else 0
@@ -136,17 +136,17 @@ def keep_bias(
         sync_threads()  # all have read the chunk
         left = seq.len_k - col - i * across  # of the keys
         ruled = (left < WIDTH) | (near == 0)
-        if WIDE:
-            wide = widened(given)
-            if ruled:
-                wide = up_to(bounded(wide, rules.scale), keys, left - 1)
-            chunks.index(i).store(by_threads(wide * (1 / rules.scale)))
-        else:
+        if KEYS_DOWN:
             pairs = in_pairs(given)  # half as many columns
             if ruled:
                 pairs = rounded_pairs(up_to(bounded(widened(given), rules.scale), keys, left - 1), memory.dtype)
             pairs = pairs.reshape([4, 2, 8, QUADRUPLES, 2, 4]).permute((3, 0, 2, 5, 1, 4)).reshape([QUADRUPLES, 128, 4])
             chunks.index(i).store(gl.convert_layout(pairs, order_of(QUADRUPLES)))
+        else:
+            wide = widened(given)
+            if ruled:
+                wide = up_to(bounded(wide, rules.scale), keys, left - 1)
+            chunks.index(i).store(by_threads(wide * (1 / rules.scale)))
     COUNT: gl.constexpr = COLS // 16 * PLACES
     return memory._reinterpret(TYPE, [CHUNKS * QUADRUPLES // COUNT, COUNT, 128, 4], ORDER)
 

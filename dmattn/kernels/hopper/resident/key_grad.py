@@ -216,7 +216,7 @@ def _consume(tiles, barriers, bias, rules, part, d_k, d_v, which: gl.constexpr, 
     col = part.start + which * BLOCK_N
     seq = sequence_of(part, 0)
     bias_full = None if bias is None else barriers.bias_full.index(which)
-    kept = keep_bias(tiles.bias[which], bias, bias_full, 0, rules, seq, 0, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=True, WIDE=False)
+    kept = keep_bias(tiles.bias[which], bias, bias_full, 0, rules, seq, 0, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=True)
     factor = rules.scale * LOG2E
     phase = 0
     turn = 0

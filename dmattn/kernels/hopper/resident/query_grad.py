@@ -237,9 +237,7 @@ def _consume(tiles, barriers, bias, rules, terms, d_q, parts, line, which: gl.co
         slice_seq = member_of(None, seq, 0, line.sharing_heads, line.spread)
         col = which * KEYS
         bias_full = None if bias is None else barriers.bias_full.index(which)
-        kept = keep_bias(
-            tiles.bias[which], bias, bias_full, parity, rules, slice_seq, row, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=False, WIDE=True
-        )
+        kept = keep_bias(tiles.bias[which], bias, bias_full, parity, rules, slice_seq, row, col, COLS=CHUNK, PAIRS=PAIRS, KEYS_DOWN=False)
         parity ^= 1
         context = Context(tiles, kept, barriers, rules, rules.scale * LOG2E, row)
         totals = zeros  # dS of the members so far, [BLOCK_M, CHUNK] each
