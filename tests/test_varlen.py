@@ -83,7 +83,7 @@ CASES = (
     Case("shared-pair-bias-longer-than-a-tile", lengths_q=(33, 3, 70), lengths_k=(75, 5, 66), bias="1gqk", mask="nhqk", head_dim=16, reason="full tiles under a mask, sequences that end within a tile"),
     Case("pair-mask-longer-than-a-tile", lengths_q=(40, 3, 0, 100), lengths_k=(66, 0, 40, 150), mask="n1qk", head_dim=16, reason="sequences of fewer tiles than the longest, some of them full"),
     Case("pair-mask-window-longer-than-a-tile", lengths_q=(100, 40), lengths_k=(150, 66), mask="11qk", bias="nh1k", head_dim=16, options=dict(window=(90, 40)), reason="likewise of one mask for all"),
-    Case("pair-mask-more-blocks-than-programs", lengths_q=(0, 900, 3, 1200, 0, 800), lengths_k=(40, 900, 5, 1300, 0, 700), heads=16, kv_heads=8, mask="n1qk", head_dim=64, value_dim=64, reason="blocks that are drawn on Hopper, an empty sequence first"),
+    Case("more-blocks-than-programs-under-a-mask", lengths_q=(0, 900, 3, 1200, 0, 800), lengths_k=(40, 900, 5, 1300, 0, 700), heads=16, kv_heads=8, mask="n1qk", head_dim=64, value_dim=64, reason="blocks that are drawn on Hopper, an empty sequence first"),
     Case("softcap-wide-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(140, 0, 90), head_dim=160, options=dict(causal=True, softcap=2.0), reason="head dims of three pieces on Hopper"),
     Case("shared-pair-bias-of-wide-heads-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(136, 0, 90), head_dim=160, value_dim=192, bias="1hqk", options=CAUSAL, reason="dBias of sequences in turns, in panels"),
     Case("softcap-shared-pair-bias-longer-than-a-tile", lengths_q=(150, 3, 70), lengths_k=(140, 0, 90), head_dim=128, bias="1hqk", options=dict(softcap=2.0), reason="dBias of sequences in turns"),
