@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import hint_for, kind
-from .unions import expect_none, read
+from .unions import expect_none, read, unwrapped
 
 
 def check_lengths(constructor: str, **lengths: int) -> None:
@@ -83,6 +83,21 @@ def check_cumulative(name: str, lengths: object, of: str = "sequences") -> None:
     if lengths.ndim != 1 or lengths.shape[0] < 2:
         least = "; there is at least one" if lengths.ndim == 1 else ""
         raise ValueError(f"{name}: expected shape ({of} + 1,), received {tuple(lengths.shape)}{least}")
+
+
+def check_places(name: str, ends: Tensor, total: int, hint: str = "") -> None:
+    """Raise unless sequences that begin there make up `total` tokens: on a CPU, if elements can be read. Nothing waits for a GPU."""
+    if not ends.is_cpu:
+        return
+    ends = ends.long()  # unsigned differences would wrap
+    unordered = (ends[0] != 0) | (ends.diff() < 0).any()
+    wrong, are_unordered = read(unordered | (ends[-1] != total), unordered) or (False, False)
+    if wrong:
+        places = unwrapped(ends)
+        if are_unordered and places.ndim == 1 and places.min() >= 0 and places.sum() == total:
+            hint = "; of lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
+        expected = f"places where sequences begin, that rise from 0, and last the total {total}"
+        raise ValueError(f"{name}: expected {expected}, received {places.tolist()}{hint}")
 
 
 def refuse_several(several: Tensor, message: str) -> None:

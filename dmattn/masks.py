@@ -16,6 +16,7 @@ from .mask_checks import (
     check_cumulative,
     check_lengths,
     check_padding,
+    check_places,
     check_rows,
     checked_queries,
     checked_sides,
@@ -195,7 +196,8 @@ class IntervalMask:
 
         Args:
             cu_seqlens_q: integer, (sequences + 1,): where sequences begin among the queries, from 0, and last `len_q`. A sequence may be
-                empty. Its numbers are not checked: wrong ones give a mask that means nothing. cu_seqlens_k: the same of the keys.
+                empty. Other numbers are refused on a CPU; a GPU is not waited for, and they give a mask that means nothing. cu_seqlens_k: the
+                same of the keys.
         """
         for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             check_cumulative(f"dmattn: IntervalMask.packed: {name}", ends)
@@ -204,6 +206,8 @@ class IntervalMask:
             raise ValueError(f"dmattn: IntervalMask.packed: cu_seqlens_k: expected {expected} as cu_seqlens_q has, received {received}")
         check_lengths("packed", len_q=len_q, len_k=len_k)
         left, right = checked_sides("packed", left, right, len_q + len_k)
+        check_places("dmattn: IntervalMask.packed: cu_seqlens_q", cu_seqlens_q, len_q)
+        check_places("dmattn: IntervalMask.packed: cu_seqlens_k", cu_seqlens_k, len_k)
         ends_q, ends_k = cu_seqlens_q.long(), cu_seqlens_k.long()  # places are compared with them as int64
         sequence, position = sequence_of(ends_k, len_k), torch.arange(len_k, device=ends_k.device)
         first, last = window_bounds(position, ends_q[sequence], ends_q[sequence + 1], ends_k[sequence + 1], left, right)

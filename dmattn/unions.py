@@ -60,7 +60,7 @@ def read(*conditions: Tensor) -> list[bool] | None:
     """Whether each condition holds anywhere; None where elements cannot be read yet, as a graph is being made. Waits for a GPU, once."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
-    plain = [_unwrapped(condition) for condition in conditions]
+    plain = [unwrapped(condition) for condition in conditions]
     if any(type(x) is not Tensor or x.is_meta for x in plain):
         return None
     if any(x.is_cuda for x in plain) and torch.cuda.is_current_stream_capturing():
@@ -74,7 +74,7 @@ def expect_none(condition: Tensor, message: str) -> None:
         torch._assert_async(~condition.any(), message)
 
 
-def _unwrapped(x: Tensor) -> Tensor:
+def unwrapped(x: Tensor) -> Tensor:
     """All elements of a tensor of torch.func."""
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)

@@ -16,7 +16,7 @@ from .checks import HEADS_FIRST, Window, check_tensor
 from .execution.eager import call
 from .execution.watching import nothing_watches
 from .factors import joined
-from .mask_checks import check_cumulative
+from .mask_checks import check_cumulative, check_places
 from .problem import Problem
 
 __all__ = ["attention_varlen"]
@@ -205,8 +205,9 @@ def _check_lengths(
             raise ValueError(f"dmattn: {name}: expected query's device {query.device}, received {ends.device}")
     is_read = _is_read(query, cu_seqlens_q, cu_seqlens_k)
     if is_read:  # first, as lengths in their place would be blamed on what follows
-        _check_places("cu_seqlens_q", cu_seqlens_q, query)
-        _check_places("cu_seqlens_k", cu_seqlens_k, key)
+        for name, ends, tokens in (("cu_seqlens_q", cu_seqlens_q, query), ("cu_seqlens_k", cu_seqlens_k, key)):
+            total, heads, _ = tokens.shape
+            check_places(f"dmattn: {name}", ends, total, HEADS_FIRST if ends[-1] == heads != total else "")
     sequences = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] - 1 != sequences:
         raise ValueError(
@@ -242,14 +243,3 @@ def _longest(ends: Tensor) -> int:
 def _is_read(query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> bool:
     """Whether places are looked at: on a CPU, where nobody traces or maps them."""
     return query.is_cpu and nothing_watches((query, cu_seqlens_q, cu_seqlens_k))
-
-
-def _check_places(name: str, ends: Tensor, tokens: Tensor) -> None:
-    """Raise unless sequences that begin there make up the tokens (total, heads, head dim)."""
-    places, (total, heads, _) = ends.tolist(), tokens.shape
-    if places[0] != 0 or places[-1] != total or places != sorted(places):
-        hint = HEADS_FIRST if places[-1] == heads != total else ""
-        if sum(places) == total and min(places) >= 0 and (places[0] != 0 or places != sorted(places)):
-            hint = "; of lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
-        expected = f"places where sequences begin, that rise from 0, and last the total {total}"
-        raise ValueError(f"dmattn: {name}: expected {expected}, received {places}{hint}")

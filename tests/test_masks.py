@@ -162,6 +162,16 @@ INT = torch.zeros(3, dtype=torch.int32)
             r"packed: cu_seqlens_k: expected shape \(3,\) on cpu as cu_seqlens_q has, received shape \(2,\) on cpu",
         ),
         (lambda: IntervalMask.packed(INT, INT.to("meta"), 3, 3), ValueError, r"cu_seqlens_k: expected .* received shape \(3,\) on meta"),
+        (
+            lambda: IntervalMask.packed(torch.tensor([4, 6]), torch.tensor([0, 10]), 10, 10),
+            ValueError,
+            r"packed: cu_seqlens_q: expected places where sequences begin, that rise from 0, and last the total 10, received \[4, 6\]; of lengths",
+        ),
+        (
+            lambda: IntervalMask.packed(torch.tensor([0, 3, 10]), torch.tensor([0, 8, 4, 10], dtype=torch.uint8)[:3], 10, 10),
+            ValueError,
+            r"packed: cu_seqlens_k: expected places .* last the total 10, received \[0, 8, 4\]$",
+        ),
         (lambda: IntervalMask.packed(INT, INT, 3, -1), ValueError, r"packed: len_k: expected a non-negative integer, received -1"),
         (lambda: IntervalMask.packed(INT, INT, 3, 3, right=-1), ValueError, r"packed: right: expected a non-negative integer, or None for off"),
         (lambda: IntervalMask.prefix_lm(INT.bool(), 3, 3), TypeError, r"prefix_lengths: expected an integer tensor, received torch.bool"),
