@@ -196,8 +196,8 @@ class IntervalMask:
 
         Args:
             cu_seqlens_q: integer, (sequences + 1,): where sequences begin among the queries, from 0, and last `len_q`. A sequence may be
-                empty. Other numbers are refused on a CPU; a GPU is not waited for, and they give a mask that means nothing. cu_seqlens_k: the
-                same of the keys.
+                empty. Other numbers are refused on a CPU, but in compiled code; a GPU is not waited for: they give a mask that means nothing.
+                cu_seqlens_k: the same of the keys.
         """
         for name, ends in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             check_cumulative(f"dmattn: IntervalMask.packed: {name}", ends)
