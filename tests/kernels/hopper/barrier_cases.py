@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
-from barriers import Anything, Barrier, Language, Place, Several, load
+from barriers import Anything, Barrier, Change, Language, Place, Several, load
 
 from dmattn.kernels.base.distances import NOWHERE
 from dmattn.kernels.base.layout import Sequence, Span
@@ -129,7 +129,7 @@ def drawn(kind: str, by_key: bool, chance: random.Random) -> Case:
     )  # fmt: skip
 
 
-def functions(case: Case, files: tuple[str, ...], language: Language, change: tuple[str, str] | None, **given: Any) -> dict[str, Any]:
+def functions(case: Case, files: tuple[str, ...], language: Language, change: Change | None, **given: Any) -> dict[str, Any]:
     """The device functions of files, but for those about numbers in tensors and about memory."""
     return load(
         files, language, change, Span=Span, ALONE=len(Sequence._fields), NOWHERE=NOWHERE.value, BLOCK_M=case.block_m, BLOCK_N=case.block_n,

@@ -23,7 +23,8 @@ BARRIER_CALLS = {"mbarrier.wait", "mbarrier.arrive"}
 OPERATORS = "add radd sub rsub mul rmul truediv rtruediv and or xor invert neg lt le gt ge eq ne getitem"
 
 
-STEPS = 100_000  # more than any run takes
+STEPS = 20_000  # more than any run takes
+Change = tuple[str, str, int]  # what replaces what, and in how many places
 
 
 class Deadlock(Exception):
@@ -186,12 +187,13 @@ def _is_needed(node: ast.stmt) -> bool:
 
 
 @functools.cache
-def _compiled(files: tuple[str, ...], change: tuple[str, str] | None) -> tuple[list[CodeType], frozenset[str]]:
+def _compiled(files: tuple[str, ...], change: Change | None) -> tuple[list[CodeType], frozenset[str]]:
     """The code of what is needed of each file, and all names in it."""
     sources = [(KERNELS / file).read_text() for file in files]
     if change is not None:
-        assert any(change[0] in source for source in sources), f"not there: {change[0]}"
-        sources = [source.replace(*change) for source in sources]
+        old, new, times = change
+        assert sum(source.count(old) for source in sources) == times, f"not there {times} times: {old}"
+        sources = [source.replace(old, new) for source in sources]
     modules = [ast.Module([node for node in ast.parse(source).body if _is_needed(node)], []) for source in sources]
     functions = [node for module in modules for node in module.body if isinstance(node, ast.FunctionDef)]
     called = {node.name: {ast.unparse(call.func) for call in ast.walk(node) if isinstance(call, ast.Call)} for node in functions}
@@ -205,7 +207,7 @@ def _compiled(files: tuple[str, ...], change: tuple[str, str] | None) -> tuple[l
     return [compile(module, str(KERNELS / file), "exec") for module, file in zip(modules, files, strict=True)], frozenset(names)
 
 
-def load(files: tuple[str, ...], language: Language, change: tuple[str, str] | None = None, **given: Any) -> dict[str, Any]:
+def load(files: tuple[str, ...], language: Language, change: Change | None = None, **given: Any) -> dict[str, Any]:
     """Device functions and named tuples of files of dmattn/kernels; `given` takes the place of theirs. Other names are :class:`Anything`."""
     codes, names = _compiled(files, change)
     found: dict[str, Any] = dict.fromkeys(names, Anything()) | dict(gl=language, tl=language, mbarrier=language)

@@ -7,7 +7,7 @@ from collections.abc import Container, Generator
 from typing import Any, NamedTuple
 
 from barrier_cases import CUT, SHARED, WIDE, Case, Tile, check_barriers, drawn, functions
-from barriers import Anything, Language, Place, Several, run
+from barriers import Anything, Change, Language, Place, Several, run
 
 from dmattn.kernels.base.layout import Sequence
 from dmattn.kernels.base.place import LARGEST
@@ -56,7 +56,7 @@ class Stored(NamedTuple):
 
 
 def functions_by_key(
-    case: Case, files: tuple[str, ...], language: Language, change: tuple[str, str] | None, alike: bool = False, grouped: bool = True
+    case: Case, files: tuple[str, ...], language: Language, change: Change | None, alike: bool = False, grouped: bool = True
 ) -> tuple[dict[str, Any], dict[str, list[Stored]]]:
     """The device functions for dK and dV, and what they store, by the names of results.
 
@@ -145,7 +145,7 @@ def check_d_bias(case: Case, stored: list[Stored], cols: range) -> None:
     assert sorted(x.tiles[0][:3] for x in stored) == every, "a tile of dBias is stored twice or not at all"
 
 
-def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
+def run_by_key(kind: str, chance: random.Random, change: Change | None = None) -> int:
     """dK and dV, with a dBias or without."""
     case, consumers = drawn(kind, True, chance), chance.choice((1, 2, 2, 3))
     blocks = consumers if consumers != 2 or chance.random() < 0.7 else 1  # of keys: those of two consumers may be the same
@@ -175,7 +175,7 @@ def run_by_key(kind: str, chance: random.Random, change: tuple[str, str] | None 
     return check_stored(case, stored, wanted, () if by_group else ("key sums",), cols)
 
 
-def run_by_interval(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
+def run_by_interval(kind: str, chance: random.Random, change: Change | None = None) -> int:
     """The same where keys have intervals of queries: of one consumer, of two that take tiles in turns, or of two that split the sums."""
     case, form, alike = drawn(kind, True, chance), chance.choice(("one", "in turns", "in turns", "split")), chance.random() < 0.4
     stages = 4 if form == "in turns" else chance.choice((2, 3))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from barrier_cases import SHARED, Case, Tile, check_barriers, drawn
-from barriers import Anything, Language, Place, run
+from barriers import Anything, Change, Language, Place, run
 from key_grad_cases import Stored, Sums, check_d_bias, check_stored, functions_by_key
 
 ONE_PASS = (*SHARED, "hopper/key_tile.py", "hopper/key_results.py", "hopper/key_walk.py", "hopper/one_pass.py")
@@ -33,7 +33,7 @@ class Products(Sums):
         self.reads = reads
 
 
-def run_one_pass(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
+def run_one_pass(kind: str, chance: random.Random, change: Change | None = None) -> int:
     """All three gradients, with a dBias or without, of one head by program or of some; returned is how many tiles are added to them."""
     case, consumers = drawn(kind, True, chance), chance.choice((2, 2, 3))
     keys, heads, (len_q, len_k) = consumers * case.block_n, range(len(case.lengths)), case.lengths[0]

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("triton", reason="the kernels need Triton")
 
 from barrier_cases import CUT, SHARED, WIDE, Case, Tile, check_barriers, drawn, functions
-from barriers import Anything, Deadlock, Language, Place, Several, run
+from barriers import Anything, Change, Deadlock, Language, Place, Several, run
 from key_grad_cases import run_by_interval, run_by_key
 from one_pass_cases import run_one_pass
 
@@ -45,7 +45,7 @@ QUERY_GRAD = (*SHARED, "hopper/walk.py", "hopper/next_block.py", "hopper/query_t
 BIAS_GRAD = (*SHARED, "hopper/members.py", "hopper/rest_of_tiles.py", "hopper/bias_grad.py")
 
 
-def run_by_query(forward: bool, kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
+def run_by_query(forward: bool, kind: str, chance: random.Random, change: Change | None = None) -> int:
     """The forward pass or dQ; returned is how many tiles the consumers add, as of the next."""
     case, consumers = drawn(kind, False, chance), chance.choice((1, 2, 3) if forward and not kind.startswith("bias") else (1, 2))
     rules, queries = case.rules, consumers * case.block_m
@@ -208,7 +208,7 @@ class Products(Anything):
         assert all(place.holds == what for place, what in self.holds[self.done :]), "a panel that is overwritten while it is read"
 
 
-def run_shared(kind: str, chance: random.Random, change: tuple[str, str] | None = None) -> int:
+def run_shared(kind: str, chance: random.Random, change: Change | None = None) -> int:
     """A shared dBias, whose members are as many sequences as there are."""
     case = drawn(kind, False, chance)
     case.lengths.sort(reverse=True)  # as packed sequences are listed
@@ -284,6 +284,10 @@ def test_every_tile_is_added_once(name: str, kind: str) -> None:
 
 
 WAITS = "all that is left waits"
+OF_TWO = "numbers.index(count & 1)"  # where a block is told, the end, and where a consumer reads it
+LAST_TOLD = "        number, seq, row, visited = told(count, barriers, rules, lengths, which)\n\n"
+ONCE_MORE = LAST_TOLD[:-1] + "    mbarrier.arrive(barriers.q_free.index(which), count=1)\n\n"
+TWICE = "blocks that a consumer was not told of, or queries that it gave back twice"
 ENDLESS = "parts that go on without end"
 GIVEN_BACK_UNREAD, NO_TILES = "else:\n            mbarrier.arrive(barriers.q_free.index(which), count=1)", "else:\n            pass"
 BEFORE_THE_END = "mbarrier.wait(barriers.q_free.index(i), (count & 1) ^ 1)\n        mbarrier.arrive"
@@ -311,10 +315,11 @@ DEEP = " " * 16  # as these stand
         ("forward", "plain", "mbarrier.wait(barriers.v_free.index(stage), phase ^ 1)", "pass", WAITS),
         ("forward", "plain", "if FIRST and config.Q_IN_REGISTERS:", "if config.Q_IN_REGISTERS:", WAITS),
         ("forward", "causal", "put(barriers.numbers.index(count & 1), (number,))", "pass", WAITS),
-        ("forward", "plain", "numbers.index(count & 1)", "numbers.index(0)", "other keys"),
-        ("dQ", "plain", "numbers.index(count & 1)", "numbers.index(0)", "O or dO of other queries"),
+        ("forward", "plain", OF_TWO, "numbers.index(0)", "other keys"),
+        ("dQ", "plain", OF_TWO, "numbers.index(0)", "O or dO of other queries"),
         ("forward", "causal", BEFORE_THE_END, "mbarrier.arrive", WAITS),
         ("dQ", "causal", BEFORE_THE_END, "mbarrier.arrive", WAITS),
+        ("forward", "plain", LAST_TOLD, ONCE_MORE, TWICE),
         ("forward", "window", GIVEN_BACK_UNREAD, NO_TILES, WAITS),
         ("dQ", "window", GIVEN_BACK_UNREAD, NO_TILES, WAITS),
         ("forward", "plain", "gl.where(first, turn.phase ^ 1, turn.phase)", "turn.phase", WAITS),
@@ -351,7 +356,7 @@ DEEP = " " * 16  # as these stand
         (ALL, "causal", "visited = 0\n", "visited = visited if turn > 0 else 0\n", "a tile of dBias is stored twice or not at all"),
         (ALL, "plain", "config.BLOCK_M).store(none)", "config.BLOCK_M).store(none) if turn == 0 else None", "dq of other queries"),
     ],
-    ids=range(48),
+    ids=range(49),
 )  # fmt: skip
 def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In some case, with a line or two of a file changed, and no case after it is run. The check that fails then is not explained.
@@ -363,7 +368,7 @@ def test_faults_are_found(name: str, kind: str, old: str, new: str, fault: str, 
     found = set()
     for seed in range(24):
         try:
-            PASSES[name](kind, random.Random(f"{kind} {seed}"), (old, new))
+            PASSES[name](kind, random.Random(f"{kind} {seed}"), (old, new, 3 if old == OF_TWO else 1))
         except (Deadlock, AssertionError) as error:
             found.add(str(error).splitlines()[0])
         if fault in found:
